@@ -1,0 +1,181 @@
+"""The layers that Flax lacks: dense for few rows, grouped attention, rotary, gated MLP.
+
+Equations and numerics follow the published Llama and Qwen decoders (see
+`transformer.py`): norms, angles and softmax in float32, everything else in the dtype of
+the activations.
+"""
+
+import dataclasses
+import math
+from typing import Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from einops import rearrange
+
+from specjax.typing import Array, Bool, Float, Int
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """Rotary embedding with the scalings of published configs (linear, llama3, yarn)."""
+
+    theta: float = 10_000.0
+    scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
+    factor: float = 1.0
+    original_max_position: int = 8192  # tokens; llama3 and yarn only
+    low_freq_factor: float = 1.0  # llama3 only
+    high_freq_factor: float = 4.0  # llama3 only
+    beta_fast: float = 32.0  # yarn only
+    beta_slow: float = 1.0  # yarn only
+    attention_factor: float | None = None  # yarn only; None derives it from factor
+    truncate: bool = True  # yarn only: ramp ends on whole dimensions
+
+    def __post_init__(self):
+        if self.scaling not in ("none", "linear", "llama3", "yarn"):
+            raise ValueError(
+                f"unknown rope scaling {self.scaling!r}; "
+                "known: none, linear, llama3, yarn."
+            )
+        if self.theta <= 0 or self.factor <= 0:
+            raise ValueError(
+                f"rope needs theta > 0 and factor > 0, got theta={self.theta}, "
+                f"factor={self.factor}."
+            )
+
+    def frequencies(self, head_width: int) -> np.ndarray:
+        """Radians per position of each pair [E/2], float32."""
+        exponent = np.arange(0, head_width, 2, dtype=np.float64) / head_width
+        inverse = self.theta**-exponent
+        if self.scaling == "linear":
+            inverse = inverse / self.factor
+        elif self.scaling == "llama3":
+            inverse = self._llama3(inverse)
+        elif self.scaling == "yarn":
+            inverse = self._yarn(inverse, head_width)
+        return inverse.astype(np.float32)
+
+    @property
+    def magnitude(self) -> float:
+        """The factor on both cos and sin; other than 1 only for yarn."""
+        if self.scaling != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+    def _llama3(self, inverse: np.ndarray) -> np.ndarray:
+        wavelength = 2 * np.pi / inverse
+        low, high = self.low_freq_factor, self.high_freq_factor
+        smooth = (self.original_max_position / wavelength - low) / (high - low)
+        smooth = np.clip(smooth, 0.0, 1.0)
+        return inverse * ((1 - smooth) / self.factor + smooth)
+
+    def _yarn(self, inverse: np.ndarray, head_width: int) -> np.ndarray:
+        def dimension(rotations: float) -> float:
+            turns = self.original_max_position / (rotations * 2 * np.pi)
+            return head_width * math.log(turns) / (2 * math.log(self.theta))
+
+        low, high = dimension(self.beta_fast), dimension(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_width - 1)
+        if low == high:
+            high += 0.001
+        ramp = (np.arange(head_width // 2) - low) / (high - low)
+        ramp = np.clip(ramp, 0.0, 1.0)
+        return (1 - ramp) * inverse + ramp * inverse / self.factor
+
+
+def rotary(
+    rope: Rope, positions: Int[Array, "B T"], head_width: int
+) -> tuple[Float[Array, "B T E"], Float[Array, "B T E"]]:
+    """cos and sin of each position, float32, in the half-split layout."""
+    angles = positions.astype(jnp.float32)[..., None] * rope.frequencies(head_width)
+    angles = jnp.concatenate([angles, angles], axis=-1)
+    return jnp.cos(angles) * rope.magnitude, jnp.sin(angles) * rope.magnitude
+
+
+def rotate(
+    x: Float[Array, "B X T E"],
+    cos: Float[Array, "B T E"],
+    sin: Float[Array, "B T E"],
+) -> Float[Array, "B X T E"]:
+    """Turns each pair (i, i + E/2) by its angle. X is any axis of heads."""
+    first, second = jnp.split(x, 2, axis=-1)
+    turned = jnp.concatenate([-second, first], axis=-1)
+    cos, sin = cos[:, None].astype(x.dtype), sin[:, None].astype(x.dtype)
+    return x * cos + turned * sin
+
+
+def dense(x: Float[Array, "*B D"], w: Float[Array, "D *F"]) -> Float[Array, "..."]:
+    """x @ w over the last axis of x and the first of w, accumulated in float32."""
+    out = jax.lax.dot_general(
+        x, w, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=jnp.float32
+    )
+    return out.astype(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) in float32, cast to x's dtype, then times the weight (Llama's order)."""
+
+    eps: float = 1e-6
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        weight = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+        return y.astype(x.dtype) * weight.astype(x.dtype)
+
+
+def attend(
+    q: Float[Array, "B K Q E"],
+    k: Float[Array, "B K S E"],
+    v: Float[Array, "B K S E"],
+    mask: Bool[Array, "#B Q S"],
+) -> Float[Array, "B K Q E"]:
+    """Softmax attention in float32 of grouped queries; True in `mask` is visible.
+
+    Q runs over query heads of one kv head times positions. A row that sees nothing
+    returns the mean of the values, never NaN.
+    """
+    scores = jnp.einsum("BKQE,BKSE->BKQS", q, k, preferred_element_type=jnp.float32)
+    scores = scores * (q.shape[-1] ** -0.5)
+    scores = jnp.where(mask[:, None], scores, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    out = jnp.einsum("BKQS,BKSE->BKQE", weights, v, preferred_element_type=jnp.float32)
+    return out.astype(q.dtype)
+
+
+def group_queries(q: Float[Array, "B T H E"], num_kv_heads: int) -> Array:
+    """Lays the G query heads that share a kv head beside each other: [B K G*T E]."""
+    return rearrange(q, "B T (K G) E -> B K (G T) E", K=num_kv_heads)
+
+
+def ungroup_queries(out: Float[Array, "B K Q E"], num_positions: int) -> Array:
+    """Undoes `group_queries` and joins the heads: [B T H*E]."""
+    return rearrange(out, "B K (G T) E -> B T (K G E)", T=num_positions)
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x)); gate and up are one matrix [D 2 F]."""
+
+    mlp_width: int
+    use_bias: bool = False
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        D, F = x.shape[-1], self.mlp_width
+        normal = nn.initializers.normal(0.02)
+        zeros = nn.initializers.zeros
+        hidden = dense(x, self.param("gate_up", normal, (D, 2, F)))
+        if self.use_bias:
+            hidden = hidden + self.param("gate_up_bias", zeros, (2, F))
+        hidden = jax.nn.silu(hidden[..., 0, :]) * hidden[..., 1, :]
+        out = dense(hidden, self.param("down", normal, (F, D)))
+        if self.use_bias:
+            out = out + self.param("down_bias", zeros, (D,))
+        return out

@@ -1,0 +1,264 @@
+"""A decoder stack of the Llama form, used by targets and by drafters alike.
+
+One layer, for the residual stream x (Touvron et al. 2023, arXiv:2302.13971; Qwen3 adds
+the per-head norms of q and k, arXiv:2505.09388):
+
+    a = RMS(x);  q, k, v = a Wq + bq, a Wk + bk, a Wv + bv;  [q, k = RMS(q), RMS(k)]
+    x = x + softmax(rope(q) rope(k)^T E^-1/2 + mask) v Wo
+    x = x + down(silu(gate RMS(x)) * up RMS(x))
+
+and logits = RMS(x) Whead. A pass reads a whole prompt, a chain or a tree of tokens: the
+visibility among its own tokens is an argument, everything in the cache is visible.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import kv_cache
+from specjax.kv_cache import KVCache
+from specjax.layers import (
+    GatedMLP,
+    RMSNorm,
+    Rope,
+    attend,
+    dense,
+    group_queries,
+    rotary,
+    rotate,
+    ungroup_queries,
+)
+from specjax.pytree import pytree
+from specjax.typing import Array, Bool, Float, Int
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformerConfig:
+    """Shapes and switches of a stack; defaults are those of a plain Llama."""
+
+    vocab_size: int
+    width: int  # D
+    num_layers: int  # L
+    num_heads: int  # H
+    num_kv_heads: int  # K
+    head_width: int  # E
+    mlp_width: int  # F
+    rope: Rope = Rope()
+    norm_eps: float = 1e-6
+    qk_norm: bool = False  # RMS norm per head on q and k, before rotary
+    qkv_bias: bool = False
+    out_bias: bool = False  # bias of the attention's output projection
+    mlp_bias: bool = False
+    tie_embeddings: bool = False  # the head is the embedding table
+    max_positions: int = 2048  # tokens
+    windows: tuple[int | None, ...] = ()  # keys a layer sees, itself included; () = all
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type is int and value < 1:
+                raise ValueError(f"a transformer needs {field.name} >= 1, got {value}.")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads} is no multiple of "
+                f"num_kv_heads={self.num_kv_heads}."
+            )
+        if self.head_width % 2:
+            raise ValueError(
+                f"rotary needs an even head_width, got {self.head_width}."
+            )
+        if self.windows and len(self.windows) != self.num_layers:
+            raise ValueError(
+                f"windows has {len(self.windows)} entries for {self.num_layers} layers."
+            )
+
+    def window(self, layer: int) -> int | None:
+        return self.windows[layer] if self.windows else None
+
+
+class Output(NamedTuple):
+    """What a pass returns."""
+
+    hidden: Float[Array, "B T D"]  # after the final norm: what the head reads
+    features: Float[Array, "B T MD"]  # the tapped states, side by side
+    cache: KVCache | None  # the pass's entries are written, not yet committed
+
+
+class Block(NamedTuple):
+    """Where the tokens of a pass stand, computed once and shared by all layers."""
+
+    cos: Float[Array, "B T E"]
+    sin: Float[Array, "B T E"]
+    query_positions: Int[Array, "B T"]
+    key_positions: Int[Array, "B S"]
+    mask: Bool[Array, "#B T S"]
+    start: Int[Array, "B"] | None  # slot of the first token; None = no cache
+
+
+class Attention(nn.Module):
+    """Grouped-query attention of one layer over the cache and the pass's own tokens."""
+
+    config: TransformerConfig
+    window: int | None = None
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        block: Block,
+        slots: tuple[Array, Array] | None,
+    ) -> tuple[Float[Array, "B T D"], tuple[Array, Array]]:
+        c = self.config
+        (T, D), K, E = x.shape[1:], c.num_kv_heads, c.head_width
+        G = c.num_heads // K
+        normal, zeros = nn.initializers.normal(0.02), nn.initializers.zeros
+
+        # The G query heads of a kv head lie beside its k and v: one product, and the
+        # whole matrix is split over K by a tensor-parallel mesh.
+        qkv = dense(x, self.param("qkv", normal, (D, K, G + 2, E)))
+        if c.qkv_bias:
+            qkv = qkv + self.param("qkv_bias", zeros, (K, G + 2, E))
+        q, k, v = qkv[..., :G, :], qkv[..., G, :], qkv[..., G + 1, :]
+        q = q.reshape(*q.shape[:2], K * G, E)
+        if c.qk_norm:
+            q = RMSNorm(c.norm_eps, name="q_norm")(q)
+            k = RMSNorm(c.norm_eps, name="k_norm")(k)
+        q = rotate(q.swapaxes(1, 2), block.cos, block.sin).swapaxes(1, 2)
+        k = rotate(k.swapaxes(1, 2), block.cos, block.sin)  # [B K T E]
+        v = v.swapaxes(1, 2)
+
+        if slots is not None:
+            assert block.start is not None
+            k = kv_cache.write(slots[0], k, block.start)
+            v = kv_cache.write(slots[1], v, block.start)
+        mask = block.mask
+        if self.window is not None:
+            distance = block.query_positions[..., None] - block.key_positions[:, None]
+            mask = mask & (distance < self.window)
+        out = attend(group_queries(q, K), k, v, jnp.tile(mask, (1, G, 1)))
+        out = ungroup_queries(out, T)
+
+        out = dense(out, self.param("out", normal, (c.num_heads * E, D)))
+        if c.out_bias:
+            out = out + self.param("out_bias", zeros, (D,))
+        return out, (k, v)
+
+
+class Layer(nn.Module):
+    """Attention and gated MLP, each behind a norm and a residual."""
+
+    config: TransformerConfig
+    window: int | None = None
+
+    @nn.compact
+    def __call__(self, x, block: Block, slots):
+        c = self.config
+        a = RMSNorm(c.norm_eps, name="input_norm")(x)
+        a, slots = Attention(c, self.window, name="attention")(a, block, slots)
+        x = x + a
+        m = RMSNorm(c.norm_eps, name="post_norm")(x)
+        return x + GatedMLP(c.mlp_width, c.mlp_bias, name="mlp")(m), slots
+
+
+class Transformer(nn.Module):
+    """The stack with its embedding and head.
+
+    Parameters: `embed` [V D], `layer_{i}`, `norm`, and `head` [D V] if it is not tied.
+    """
+
+    config: TransformerConfig
+
+    def setup(self):
+        c = self.config
+        normal = nn.initializers.normal(0.02)
+        self.embed = self.param("embed", normal, (c.vocab_size, c.width))
+        self.layer = [Layer(c, c.window(i)) for i in range(c.num_layers)]
+        self.norm = RMSNorm(c.norm_eps)
+        if not c.tie_embeddings:
+            self.param("head", normal, (c.width, c.vocab_size))  # read by `Shared`
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        cache: KVCache | None = None,
+        *,
+        ancestors: np.ndarray | Bool[Array, "#B T T"] | None = None,
+        depths: np.ndarray | Int[Array, "#B T"] | None = None,
+        taps: Sequence[int] = (),
+    ) -> Output:
+        """Runs T tokens of each row that follow the row's committed slots.
+
+        Args:
+          cache: None runs a whole text with nothing before it.
+          ancestors: True where the column's token is visible to the row's, [T T] or one
+            per row [B T T]; None is a chain (causal).
+          depths: position of each token after the first, [T] or [B T]; None counts up.
+          taps: indices into the L + 1 states as `transformers` counts them: 0 the
+            embedding, i the output of layer i - 1, L (or -1) the state after the final
+            norm. The raw output of the last layer is not offered.
+        """
+        return self.run(self.embed[tokens], cache, ancestors, depths, taps)
+
+    def run(self, x, cache, ancestors, depths, taps) -> Output:
+        """`__call__` for tokens that are already embedded, [B T D]."""
+        block = locate(self.config, x.shape[:2], cache, ancestors, depths)
+        states, layers = [x], []
+        for i, layer in enumerate(self.layer):
+            slots = None if cache is None else (cache.k[i], cache.v[i])
+            x, slots = layer(x, block, slots)
+            states.append(x)
+            layers.append(slots)
+
+        states[-1] = hidden = self.norm(x)
+        if cache is not None:
+            k, v = zip(*layers, strict=True)
+            cache = KVCache(k=k, v=v, length=cache.length)
+        features = jnp.concatenate([states[t] for t in taps] or [x[..., :0]], axis=-1)
+        return Output(hidden, features, cache)
+
+
+def locate(config, shape, cache, ancestors, depths) -> Block:
+    """Positions, angles and visibility of a pass."""
+    B, T = shape
+    ancestors = np.tri(T, dtype=bool) if ancestors is None else ancestors
+    ancestors = jnp.asarray(ancestors)
+    ancestors = ancestors if ancestors.ndim == 3 else ancestors[None]
+    depths = jnp.arange(T, dtype=jnp.int32) if depths is None else jnp.asarray(depths)
+    depths = jnp.broadcast_to(depths, (B, T))
+    if cache is None:
+        cos, sin = rotary(config.rope, depths, config.head_width)
+        return Block(cos, sin, depths, depths, ancestors, None)
+
+    start = cache.length
+    positions = start[:, None] + depths
+    slot = jnp.arange(cache.size, dtype=jnp.int32)
+    node = slot[None] - start[:, None]  # [B S]: which of the pass's tokens sits there
+    inside = (node >= 0) & (node < T)
+    index = jnp.clip(node, 0, T - 1)
+    seen = jnp.take_along_axis(
+        jnp.broadcast_to(ancestors, (B, T, T)),
+        jnp.broadcast_to(index[:, None], (B, T, cache.size)),
+        axis=2,
+    )
+    mask = (node < 0)[:, None] | (inside[:, None] & seen)
+    key_positions = jnp.where(
+        inside, jnp.take_along_axis(positions, index, axis=1), slot[None]
+    )
+    cos, sin = rotary(config.rope, positions, config.head_width)
+    return Block(cos, sin, positions, key_positions, mask, start)
+
+
+@pytree
+class Shared:
+    """The target's own tables, which drafters read and never train."""
+
+    embed: Float[Array, "V D"]
+    head: Float[Array, "D V"]
+
+    def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
+        """The target's head on a drafter's state, in float32."""
+        return jnp.dot(hidden, self.head, preferred_element_type=jnp.float32)
