@@ -33,7 +33,7 @@ from specjax.layers import (
     ungroup_queries,
 )
 from specjax.pytree import pytree
-from specjax.typing import Array, Bool, Float, Int
+from specjax.typing import Array, Bool, Float, Int, Params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +68,7 @@ class TransformerConfig:
                 f"num_kv_heads={self.num_kv_heads}."
             )
         if self.head_width % 2:
-            raise ValueError(
-                f"rotary needs an even head_width, got {self.head_width}."
-            )
+            raise ValueError(f"rotary needs an even head_width, got {self.head_width}.")
         if self.windows and len(self.windows) != self.num_layers:
             raise ValueError(
                 f"windows has {len(self.windows)} entries for {self.num_layers} layers."
@@ -179,7 +177,7 @@ class Transformer(nn.Module):
         self.layer = [Layer(c, c.window(i)) for i in range(c.num_layers)]
         self.norm = RMSNorm(c.norm_eps)
         if not c.tie_embeddings:
-            self.param("head", normal, (c.width, c.vocab_size))  # read by `Shared`
+            self.param("head", normal, (c.width, c.vocab_size))  # read by `tables`
 
     def __call__(
         self,
@@ -254,11 +252,17 @@ def locate(config, shape, cache, ancestors, depths) -> Block:
 
 @pytree
 class Shared:
-    """The target's own tables, which drafters read and never train."""
+    """The tables of a model; drafters read the target's and never train them."""
 
     embed: Float[Array, "V D"]
     head: Float[Array, "D V"]
 
     def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
-        """The target's head on a drafter's state, in float32."""
+        """The head in float32: ties in bf16 would change greedy output."""
         return jnp.dot(hidden, self.head, preferred_element_type=jnp.float32)
+
+
+def tables(config: TransformerConfig, params: Params) -> Shared:
+    """Embedding and head of a stack's parameters, whether tied or not."""
+    head = params["embed"].T if config.tie_embeddings else params["head"]
+    return Shared(embed=params["embed"], head=head)

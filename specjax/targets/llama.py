@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from specjax import kv_cache
 from specjax.kv_cache import KVCache
-from specjax.transformer import Output, Shared, Transformer, TransformerConfig
+from specjax.transformer import Output, Shared, Transformer, TransformerConfig, tables
 from specjax.typing import Array, Float, Params, PRNGKey
 
 
@@ -45,6 +45,4 @@ class Llama:
 
     def shared(self, params: Params) -> Shared:
         """Both tables with gradients stopped: no drafter trains the target."""
-        embed = params["embed"]
-        head = embed.T if self.config.tie_embeddings else params["head"]
-        return jax.lax.stop_gradient(Shared(embed=embed, head=head))
+        return jax.lax.stop_gradient(tables(self.config, params))

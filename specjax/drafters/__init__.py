@@ -1,0 +1,20 @@
+"""The registry: one line a drafter."""
+
+from specjax.drafters import dflash, draft_model, medusa
+from specjax.drafters.base import Drafter
+
+REGISTRY: dict[str, type[Drafter]] = {
+    "draft_model": draft_model.DraftModel,
+    "medusa": medusa.Medusa,
+    "dflash": dflash.DFlash,
+}
+
+
+def get(name: str) -> type[Drafter]:
+    """Looks a drafter up by its registry name."""
+    if name not in REGISTRY:
+        raise KeyError(f"unknown drafter {name!r}; registered: {', '.join(REGISTRY)}.")
+    return REGISTRY[name]
+
+
+__all__ = ["REGISTRY", "Drafter", "get"]

@@ -1,0 +1,180 @@
+"""The interface of a drafter: one frozen record of hyperparameters with pure methods.
+
+A round is draft -> verify -> commit. The engine owns the target, its cache and the
+verifier; the drafter owns a private `State` that the engine only carries:
+
+    prefill  the prompt and the target's features of it -> State
+    draft    State and the anchor -> G tokens, and the law each was drawn from
+    commit   State and the features of the committed tokens -> State
+
+`commit` must leave the state that `prefill` on the longer text would have made.
+"""
+
+import dataclasses
+from typing import Any, ClassVar, Protocol, Self
+
+import jax
+import jax.numpy as jnp
+
+from specjax.pytree import pytree
+from specjax.sampling import Sampling
+from specjax.transformer import Shared, TransformerConfig
+from specjax.tree import Tree
+from specjax.typing import Array, Bool, Float, Int, Keys, Params, PRNGKey
+from specjax.verify import Verdict
+
+
+@dataclasses.dataclass(frozen=True)
+class Card:
+    """What `specjax drafters` prints about a method."""
+
+    reads: str  # what a draft is conditioned on
+    passes: str  # sequential drafter passes per round
+    trained: str  # which weights training moves
+    paper: str  # authors, arXiv number
+    year: int
+
+
+@pytree
+class Draft:
+    """What a drafter proposes."""
+
+    tokens: Int[Array, "B G"]
+    probs: Float[Array, "B G V"]  # the law each token was really drawn from
+
+
+@pytree
+class Batch:
+    """Training texts with what the frozen target said about them."""
+
+    tokens: Int[Array, "B T"]
+    mask: Bool[Array, "B T"]  # True on the tokens to learn (the answers)
+    features: Float[Array, "B T MD"]  # the drafter's taps
+    hidden: Float[Array, "B T D"]  # the state that the target's head reads
+
+
+class Drafter(Protocol):
+    """See the module's docstring. Batch first; `keys` has one key a row.
+
+    The hidden word of the protocol is `length`: a row's committed tokens whose features
+    the drafter has seen. The anchor is at that position and its features come only with
+    the next commit.
+    """
+
+    card: ClassVar[Card]
+
+    @classmethod
+    def for_target(
+        cls, config: TransformerConfig, mask_token_id: int | None, **fields: Any
+    ) -> Self:
+        """The paper's shape scaled to a target; `fields` override.
+
+        `mask_token_id` is an id that no text holds, for drafters that fill in masks.
+        """
+        ...
+
+    @property
+    def gamma(self) -> int:
+        """Drafted tokens per round, G."""
+        ...
+
+    @property
+    def tree(self) -> Tree:
+        """Static topology of a round."""
+        ...
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """States of the target to read, in the numbering of `Transformer.__call__`."""
+        ...
+
+    def init(self, key: PRNGKey, shared: Shared) -> Params: ...
+
+    def prefill(
+        self,
+        params: Params,
+        shared: Shared,
+        tokens: Int[Array, "B T"],
+        lengths: Int[Array, "B"],
+        features: Float[Array, "B T MD"],
+        cache_size: int,
+    ) -> Any:
+        """State after each row's first `lengths` tokens; what follows is padding."""
+        ...
+
+    def draft(
+        self,
+        params: Params,
+        shared: Shared,
+        state: Any,
+        anchor: Int[Array, "B"],
+        sampling: Sampling,
+        keys: Keys,
+    ) -> tuple[Draft, Any]: ...
+
+    def commit(
+        self,
+        params: Params,
+        shared: Shared,
+        state: Any,
+        verdict: Verdict,
+        tokens: Int[Array, "B N"],
+        features: Float[Array, "B N MD"],
+    ) -> Any:
+        """Takes in the anchor and the accepted tokens.
+
+        `tokens[:, i]` and `features[:, i]` belong to node i of the accepted path (the
+        anchor is 0); only the first `verdict.num_committed` of a row are real. The next
+        anchor is the last token of the verdict.
+        """
+        ...
+
+    def loss(
+        self, params: Params, shared: Shared, batch: Batch, key: PRNGKey
+    ) -> tuple[Float[Array, ""], dict[str, Array]]:
+        """Mean loss over the tokens to learn, and what to log of it.
+
+        "alpha" [G] is the acceptance estimate by position: the mean of sum min(p, q)
+        against the target's own law at temperature 1, on the text's prefix.
+        """
+        ...
+
+
+def draw(
+    sampling: Sampling, logits: Float[Array, "B *G V"], keys: Keys
+) -> tuple[Int[Array, "B *G"], Float[Array, "B *G V"]]:
+    """`sampling.draw` with each row's own key."""
+    return jax.vmap(sampling.draw)(logits, keys)
+
+
+def masked_mean(
+    values: Float[Array, "*B"], weights: Bool[Array, "*B"] | Float[Array, "*B"]
+) -> Float[Array, ""]:
+    """Weighted mean over real entries; 0, with zero gradient, if there are none."""
+    weights = weights.astype(jnp.float32)
+    total = jnp.sum(weights)
+    # `where` on the values too: a NaN under a zero weight must not come through.
+    values = jnp.where(weights > 0, values, 0.0)
+    return jnp.sum(values * weights) / jnp.where(total > 0, total, 1.0)
+
+
+def cross_entropy(
+    logits: Float[Array, "*B V"], labels: Int[Array, "*B"]
+) -> Float[Array, "*B"]:
+    """-log softmax(logits)[label], float32."""
+    logits = logits.astype(jnp.float32)
+    chosen = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
+    return jax.nn.logsumexp(logits, axis=-1) - chosen
+
+
+def overlap(
+    logits: Float[Array, "*B V"], target_logits: Float[Array, "*B V"]
+) -> Float[Array, "*B"]:
+    """sum_v min(p, q) = 1 - TV: the acceptance of a token drawn from q, eq. 1.4."""
+    q, p = jax.nn.softmax(logits, axis=-1), jax.nn.softmax(target_logits, axis=-1)
+    return jnp.sum(jnp.minimum(q, p), axis=-1)
+
+
+def shift(x: Array, by: int) -> Array:
+    """x[:, t + by] at t; the end is filled with zeros (False)."""
+    return jnp.concatenate([x[:, by:], jnp.zeros_like(x[:, :by])], axis=1)

@@ -1,0 +1,399 @@
+"""DFlash: a block of masks is filled in one bidirectional pass over target features.
+
+Chen, Liang, Liu 2026, arXiv:2602.06036, sections 3 and 4; reference code z-lab/dflash
+44947fb. With F_t the raw outputs of M target layers at position t, side by side, and
+e(.) the target's embedding, a draft at anchor position s is
+
+    H_t = RMS(F_t W_c)                 for t < s, the same H for every layer      (1)
+    X   = [e(anchor), e(mask), ..., e(mask)]             G + 1 slots              (2)
+    q = N W_q,  [k, v] = [H; N] W_kv,  N = RMS(X)        norms on q and k, rotary (3)
+    X = X + softmax(q k^T E^-1/2) v W_o;  X = X + MLP(RMS(X))                     (4)
+
+Slot j stands at position s + j and sees all of H and the whole block. The target's head
+on RMS(X) at slot k = 1..G is the law of x_{s+k}; slot 0 is dropped. The loss is
+
+    sum_k w_k CE(slot k, x_{s+k}) / sum_k w_k,   w_k = exp(-(k - 1) / decay)      (5)
+
+over anchors drawn anew each step from the answers, a slot counting only if its label is
+an answer token (SpecForge's normalisation; the paper gives none).
+
+Keys and values of H are cached between rounds; those of the block are thrown away, as
+the anchor's own features exist only after verification.
+
+At temperature > 0 the default proposes each slot's likeliest token and stores a one-hot
+q, which is exact: slots drawn independently rarely fit together (`propose="sample"`
+draws them). Departs from the paper: full attention only; no sliding layers.
+"""
+
+import dataclasses
+from typing import ClassVar, Literal, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from specjax import kv_cache
+from specjax.drafters import base
+from specjax.drafters.base import Batch, Card, Draft
+from specjax.kv_cache import KVCache
+from specjax.layers import (
+    GatedMLP,
+    RMSNorm,
+    Rope,
+    attend,
+    dense,
+    group_queries,
+    rotary,
+    rotate,
+    ungroup_queries,
+)
+from specjax.pytree import pytree
+from specjax.sampling import GREEDY
+from specjax.transformer import Shared, TransformerConfig
+from specjax.tree import Tree
+from specjax.typing import Array, Bool, Float, Int, Params, PRNGKey
+
+
+@pytree
+class State:
+    cache: KVCache  # keys and values of H, one entry per committed token
+
+
+class Angles(NamedTuple):
+    cos: Float[Array, "B T E"]
+    sin: Float[Array, "B T E"]
+
+
+class BlockAttention(nn.Module):
+    """Eq. 3 and the attention of eq. 4; context and block share one projection."""
+
+    drafter: "DFlash"
+
+    def setup(self):
+        d = self.drafter
+        normal = nn.initializers.normal(0.02)
+        D, E = d.width, d.head_width
+        self.q = self.param("q", normal, (D, d.num_heads, E))
+        self.kv = self.param("kv", normal, (D, 2, d.num_kv_heads, E))
+        self.out = self.param("out", normal, (d.num_heads * E, D))
+        self.q_norm, self.k_norm = RMSNorm(d.norm_eps), RMSNorm(d.norm_eps)
+
+    def keys_values(self, x: Float[Array, "B T D"], at: Angles):
+        """Normed and rotated keys, bare values, [B K T E] each."""
+        kv = dense(x, self.kv)  # [B T 2 K E]
+        k = self.k_norm(kv[:, :, 0]).swapaxes(1, 2)
+        return rotate(k, *at), kv[:, :, 1].swapaxes(1, 2)
+
+    def __call__(self, x, k, v, at: Angles, mask: Bool[Array, "#B T S"]):
+        """Attention of the block's queries over keys and values laid out by the caller."""
+        d = self.drafter
+        q = self.q_norm(dense(x, self.q))
+        q = rotate(q.swapaxes(1, 2), *at).swapaxes(1, 2)
+        mask = jnp.tile(mask, (1, d.num_heads // d.num_kv_heads, 1))
+        out = attend(group_queries(q, d.num_kv_heads), k, v, mask)
+        return dense(ungroup_queries(out, x.shape[1]), self.out)
+
+
+class BlockLayer(nn.Module):
+    drafter: "DFlash"
+
+    def setup(self):
+        d = self.drafter
+        self.input_norm, self.post_norm = RMSNorm(d.norm_eps), RMSNorm(d.norm_eps)
+        self.attention = BlockAttention(d)
+        self.mlp = GatedMLP(d.mlp_width)
+
+    def context(self, h, at: Angles):
+        """What a layer caches of H, which never passes its input norm."""
+        return self.attention.keys_values(h, at)
+
+    def __call__(self, x, join, at: Angles, mask):
+        """`join` puts the block's keys and values beside those of the context."""
+        n = self.input_norm(x)
+        k, v = join(*self.attention.keys_values(n, at))
+        x = x + self.attention(n, k, v, at, mask)
+        return x + self.mlp(self.post_norm(x)), (k, v)
+
+
+class Net(nn.Module):
+    """Eq. 1 to 4. Parameters: `fc`, `hidden_norm`, `layer_{i}`, `norm`."""
+
+    drafter: "DFlash"
+
+    def setup(self):
+        d = self.drafter
+        M = len(d.target_layer_ids)
+        self.fc = self.param("fc", nn.initializers.normal(0.02), (M * d.width, d.width))
+        self.hidden_norm, self.norm = RMSNorm(d.norm_eps), RMSNorm(d.norm_eps)
+        self.layer = [BlockLayer(d) for _ in range(d.num_layers)]
+
+    def angles(self, positions: Int[Array, "B T"]) -> Angles:
+        return Angles(*rotary(self.drafter.rope, positions, self.drafter.head_width))
+
+    def context(self, features: Float[Array, "B T MD"], positions: Int[Array, "B T"]):
+        """Keys and values of H for every layer, [B K T E] each."""
+        h = self.hidden_norm(dense(features, self.fc))
+        at = self.angles(positions)
+        return [layer.context(h, at) for layer in self.layer]
+
+    def __call__(self, x, positions, joins, mask) -> tuple[Array, list]:
+        """States of the block's slots after the final norm, and each layer's k and v."""
+        at, joined = self.angles(positions), []
+        for layer, join in zip(self.layer, joins, strict=True):
+            x, kv = layer(x, join, at, mask)
+            joined.append(kv)
+        return self.norm(x), joined
+
+    def train(self, features, blocks, anchors: Int[Array, "B A"]):
+        """All blocks of a text at once; block b sees H before its own anchor only.
+
+        `blocks` [B A N D] are embedded; returns the slots' states, [B A N D].
+        """
+        B, A, N, D = blocks.shape
+        T = features.shape[1]
+        context = self.context(features, jnp.broadcast_to(jnp.arange(T), (B, T)))
+        sees_context = jnp.arange(T)[None, None] < anchors[..., None]  # [B A T]
+        sees_block = jnp.broadcast_to(jnp.eye(A, dtype=bool), (B, A, A))
+        mask = jnp.concatenate(
+            [sees_context, jnp.repeat(sees_block, N, axis=2)], axis=2
+        )
+        positions = (anchors[..., None] + jnp.arange(N)).reshape(B, A * N)
+
+        def beside(k, v):
+            return lambda bk, bv: (
+                jnp.concatenate([k, bk], axis=2),
+                jnp.concatenate([v, bv], axis=2),
+            )
+
+        x, _ = self(
+            blocks.reshape(B, A * N, D),
+            positions,
+            [beside(k, v) for k, v in context],
+            jnp.repeat(mask, N, axis=1),
+        )
+        return x.reshape(B, A, N, D)
+
+
+@dataclasses.dataclass(frozen=True)
+class DFlash:
+    """Hyperparameters; see the module for the method and `base.Drafter` for the rest."""
+
+    card: ClassVar[Card] = Card(
+        reads="features of several layers",
+        passes="1",
+        trained="block layers, fusion",
+        paper="Chen et al., arXiv:2602.06036",
+        year=2026,
+    )
+
+    width: int  # D, the target's
+    num_heads: int
+    num_kv_heads: int
+    head_width: int
+    mlp_width: int
+    target_layer_ids: tuple[int, ...]  # 0-based layers whose raw outputs are read
+    mask_token_id: int  # an id that no text holds
+    num_layers: int = 5
+    gamma: int = 7  # drafted tokens per round; the paper's block size is gamma + 1
+    decay: float = 4.0  # of eq. 5, tokens: 4 for gamma 7, 5 for 9, 7 for 15
+    num_anchors: int = 32  # blocks per training text
+    propose: Literal["argmax", "sample"] = "argmax"
+    rope: Rope = Rope()
+    norm_eps: float = 1e-6
+
+    def __post_init__(self):
+        for name in ("gamma", "num_layers", "num_anchors"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"dflash needs {name} >= 1, got {getattr(self, name)}."
+                )
+        if self.decay <= 0:
+            raise ValueError(f"dflash needs decay > 0, got {self.decay}.")
+        if self.propose not in ("argmax", "sample"):
+            raise ValueError(
+                f"dflash proposes by argmax or sample, got {self.propose!r}."
+            )
+        ids = self.target_layer_ids
+        if not ids or list(ids) != sorted(set(ids)) or ids[0] < -1:
+            raise ValueError(
+                f"target_layer_ids must ascend from -1 (the embedding) on, got {ids}."
+            )
+
+    @classmethod
+    def for_target(cls, config: TransformerConfig, mask_token_id, **fields):
+        """The target's geometry, at most 5 layers and 5 taps from layer 1 to L - 3."""
+        if mask_token_id is None and "mask_token_id" not in fields:
+            raise ValueError(
+                "dflash needs a mask token and the target's tokenizer names none; "
+                "give mask_token_id, an id that no text holds."
+            )
+        L = config.num_layers
+        depth = min(5, max(1, L // 4))
+        num_taps = min(5, max(1, L // 2))
+        if num_taps == 1:
+            ids = (L // 2,)
+        else:
+            span = (L - 4) / (num_taps - 1)
+            ids = tuple(sorted({max(0, round(1 + i * span)) for i in range(num_taps)}))
+        defaults = {
+            "width": config.width,
+            "num_heads": config.num_heads,
+            "num_kv_heads": config.num_kv_heads,
+            "head_width": config.head_width,
+            "mlp_width": config.mlp_width,
+            "target_layer_ids": ids,
+            "mask_token_id": mask_token_id,
+            "num_layers": depth,
+            "rope": config.rope,
+            "norm_eps": config.norm_eps,
+        }
+        drafter = cls(**defaults | fields)
+        if drafter.target_layer_ids[-1] > L - 2:
+            raise ValueError(
+                f"target_layer_ids {drafter.target_layer_ids} reach past layer {L - 2} "
+                f"of a target with {L} layers; the last layer's raw output is not offered."
+            )
+        return drafter
+
+    @property
+    def tree(self) -> Tree:
+        return Tree.chain(self.gamma)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The output of layer i is state i + 1."""
+        return tuple(i + 1 for i in self.target_layer_ids)
+
+    def apply(self, params: Params, method, *args):
+        return Net(self).apply({"params": params}, *args, method=method)
+
+    def init(self, key: PRNGKey, shared: Shared) -> Params:
+        V, D = shared.embed.shape
+        if self.width != D or not 0 <= self.mask_token_id < V:
+            raise ValueError(
+                f"dflash has width={self.width} and mask_token_id={self.mask_token_id}; "
+                f"the target has width {D} and {V} ids."
+            )
+        features = jnp.zeros((1, 1, len(self.target_layer_ids) * D))
+        blocks = jnp.zeros((1, 1, self.gamma + 1, D))
+        anchors = jnp.zeros((1, 1), jnp.int32)
+        net = Net(self)
+        return net.init(key, features, blocks, anchors, method=Net.train)["params"]
+
+    def embed_blocks(
+        self, shared: Shared, anchors: Int[Array, "*B"]
+    ) -> Float[Array, "*B N D"]:
+        """Eq. 2."""
+        masks = jnp.full((*anchors.shape, self.gamma), self.mask_token_id)
+        return shared.embed[jnp.concatenate([anchors[..., None], masks], axis=-1)]
+
+    def prefill(
+        self, params, shared: Shared, tokens, lengths, features, cache_size
+    ) -> State:
+        B = tokens.shape[0]
+        cache = kv_cache.init(
+            self.num_layers,
+            B,
+            self.num_kv_heads,
+            cache_size,
+            self.head_width,
+            shared.embed.dtype,
+        )
+        cache = self._write_context(params, cache, features)
+        return State(cache=kv_cache.commit(cache, None, lengths))
+
+    def draft(self, params, shared: Shared, state: State, anchor, sampling, keys):
+        cache, N = state.cache, self.gamma + 1
+        start = cache.length
+        positions = start[:, None] + jnp.arange(N, dtype=jnp.int32)
+        mask = jnp.arange(cache.size)[None, None] < (start + N)[:, None, None]
+        joins = [
+            lambda bk, bv, k=k, v=v: (
+                kv_cache.write(k, bk, start),
+                kv_cache.write(v, bv, start),
+            )
+            for k, v in zip(cache.k, cache.v, strict=True)
+        ]
+        x, joined = self.apply(
+            params,
+            Net.__call__,
+            self.embed_blocks(shared, anchor),
+            positions,
+            joins,
+            jnp.broadcast_to(mask, (*positions.shape, cache.size)),
+        )
+        if self.propose == "argmax":
+            sampling = GREEDY
+        tokens, probs = base.draw(sampling, shared.logits(x[:, 1:]), keys)
+        k, v = zip(*joined, strict=True)
+        # The block's entries stay past `length`, where nothing sees them.
+        return Draft(tokens=tokens, probs=probs), State(KVCache(k, v, start))
+
+    def commit(self, params, shared, state: State, verdict, tokens, features) -> State:
+        del shared, tokens
+        cache = self._write_context(params, state.cache, features)
+        return State(cache=kv_cache.commit(cache, None, verdict.num_committed))
+
+    def _write_context(self, params, cache: KVCache, features) -> KVCache:
+        """Writes H of the tokens that follow the cache's length, not yet committed."""
+        T = features.shape[1]
+        positions = cache.length[:, None] + jnp.arange(T, dtype=jnp.int32)
+        context = self.apply(params, Net.context, features, positions)
+        slots = [
+            (kv_cache.write(k, ck, cache.length), kv_cache.write(v, cv, cache.length))
+            for k, v, (ck, cv) in zip(cache.k, cache.v, context, strict=True)
+        ]
+        k, v = zip(*slots, strict=True)
+        return KVCache(k, v, cache.length)
+
+    def loss(self, params, shared: Shared, batch: Batch, key: PRNGKey):
+        """Eq. 5 over the batch's anchors."""
+        anchors, real = draw_anchors(key, batch.mask, self.num_anchors)
+        B, T = batch.tokens.shape
+        rows = jnp.arange(B)[:, None]
+        blocks = self.embed_blocks(shared, batch.tokens[rows, anchors])
+        x = self.apply(params, Net.train, batch.features, blocks, anchors)
+        logits = shared.logits(x[:, :, 1:])  # [B A G V]
+
+        offsets = jnp.arange(1, self.gamma + 1)
+        where = anchors[..., None] + offsets  # [B A G]
+        inside = jnp.minimum(where, T - 1)
+        labels = batch.tokens[rows[..., None], inside]
+        wanted = batch.mask[rows[..., None], inside] & (where < T) & real[..., None]
+        weights = jnp.exp(-(offsets - 1.0) / self.decay) * wanted
+        ce = base.cross_entropy(logits, labels)
+
+        # p of x_{s+k} is read from the state at s + k - 1.
+        target = shared.logits(batch.hidden[rows[..., None], inside - 1])
+        by_slot = jax.vmap(base.masked_mean, in_axes=(2, 2))
+        return base.masked_mean(ce, weights), {
+            "ce": by_slot(ce, wanted),
+            "alpha": by_slot(self._acceptance(logits, target), wanted),
+        }
+
+    def _acceptance(self, logits, target):
+        """Acceptance of a proposal: p at the argmax, or 1 - TV if it is drawn."""
+        if self.propose == "sample":
+            return base.overlap(logits, target)
+        p = jax.nn.softmax(target, axis=-1)
+        best = jnp.argmax(logits, axis=-1)[..., None]
+        return jnp.take_along_axis(p, best, axis=-1)[..., 0]
+
+
+def draw_anchors(
+    key: PRNGKey, mask: Bool[Array, "B T"], num_anchors: int
+) -> tuple[Int[Array, "B A"], Bool[Array, "B A"]]:
+    """Draws positions without replacement among answer tokens followed by another one.
+
+    Returns them in ascending order and which are real: a short answer has fewer than
+    asked for, the rest stand at 0 and count for nothing.
+    """
+    B, T = mask.shape
+    valid = mask & base.shift(mask, 1)
+    order = jnp.where(valid, jax.random.uniform(key, (B, T)), 2.0)
+    width = min(num_anchors, T)
+    lowest, anchors = jax.lax.top_k(-order, width)
+    real = lowest > -2.0
+    anchors = jnp.sort(jnp.where(real, anchors, T), axis=1)
+    real = anchors < T
+    return jnp.where(real, anchors, 0), real

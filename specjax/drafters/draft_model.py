@@ -1,0 +1,186 @@
+"""An independent small language model drafts token by token (speculative sampling).
+
+Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318. It reads
+token ids alone and keeps its own cache:
+
+    q_k = M_q(x_{<=t}, d_1 .. d_{k-1}),  d_k ~ q_k        k = 1..G
+
+A round feeds the anchor and d_1 .. d_{G-1}, never d_G. After a full accept the cache
+therefore lacks d_G, the text would not show it, and acceptance would quietly fall. Here
+the last committed token is always fed again together with the anchor: the first pass has
+two tokens, the cache is one slot short by definition, and no case is special.
+
+Any checkpoint works untrained; distilling it raises acceptance (Zhou et al. 2023,
+DistillSpec, arXiv:2310.08461). With p the target's law the losses are CE to the text,
+forward and reverse KL, JSD and TV; 1 - TV is the acceptance itself.
+"""
+
+import dataclasses
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+
+from specjax import kv_cache
+from specjax.drafters import base
+from specjax.drafters.base import Batch, Card, Draft
+from specjax.kv_cache import KVCache
+from specjax.pytree import pytree
+from specjax.transformer import Shared, Transformer, TransformerConfig, tables
+from specjax.tree import Tree
+from specjax.typing import Array, Float, Int, Params, PRNGKey
+
+
+@pytree
+class State:
+    cache: KVCache  # all committed tokens but the last
+    last: Int[Array, "B"]  # the last committed token, fed again with the anchor
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftModel:
+    """Hyperparameters; see the module for the method and `base.Drafter` for the rest."""
+
+    card: ClassVar[Card] = Card(
+        reads="tokens",
+        passes="gamma",
+        trained="the whole model",
+        paper="Leviathan et al., arXiv:2211.17192",
+        year=2022,
+    )
+
+    config: TransformerConfig
+    gamma: int = 4  # drafted tokens per round
+    distill: Literal["ce", "fkl", "rkl", "jsd", "tv"] = "fkl"
+
+    def __post_init__(self):
+        if self.gamma < 1:
+            raise ValueError(f"draft_model needs gamma >= 1, got {self.gamma}.")
+        if self.distill not in DIVERGENCES and self.distill != "ce":
+            raise ValueError(
+                f"unknown loss distill={self.distill!r}; known: ce, {', '.join(DIVERGENCES)}."
+            )
+
+    @classmethod
+    def for_target(cls, config: TransformerConfig, mask_token_id, **fields):
+        """A quarter of the target's layers at half its width, same vocabulary."""
+        del mask_token_id
+        small = dataclasses.replace(
+            config,
+            width=max(config.width // 2, 8),
+            num_layers=max(config.num_layers // 4, 1),
+            num_heads=max(config.num_heads // 2, 1),
+            num_kv_heads=max(config.num_kv_heads // 2, 1),
+            mlp_width=max(config.mlp_width // 2, 8),
+            tie_embeddings=True,
+            windows=(),
+        )
+        if small.num_heads % small.num_kv_heads:
+            small = dataclasses.replace(small, num_kv_heads=1)
+        return cls(**{"config": small} | fields)
+
+    @property
+    def tree(self) -> Tree:
+        return Tree.chain(self.gamma)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return ()
+
+    def init(self, key: PRNGKey, shared: Shared) -> Params:
+        if shared.embed.shape[0] != self.config.vocab_size:
+            raise ValueError(
+                f"draft model and target must share one vocabulary: it has "
+                f"{self.config.vocab_size} ids, the target {shared.embed.shape[0]}."
+            )
+        tokens = jnp.zeros((1, 1), jnp.int32)
+        return Transformer(self.config).init(key, tokens)["params"]
+
+    def forward(self, params, tokens, cache=None):
+        """One pass: logits [B T V] and the cache with the tokens committed."""
+        out = Transformer(self.config).apply({"params": params}, tokens, cache)
+        logits = tables(self.config, params).logits(out.hidden)  # pyright: ignore[reportAttributeAccessIssue]
+        if cache is not None:
+            length = out.cache.length + tokens.shape[1]  # pyright: ignore
+            cache = dataclasses.replace(out.cache, length=length)  # pyright: ignore
+        return logits, cache
+
+    def prefill(self, params, shared, tokens, lengths, features, cache_size) -> State:
+        del shared, features
+        c = self.config
+        empty = kv_cache.init(
+            c.num_layers,
+            tokens.shape[0],
+            c.num_kv_heads,
+            cache_size,
+            c.head_width,
+            params["embed"].dtype,
+        )
+        _, cache = self.forward(params, tokens, empty)
+        rows = jnp.arange(tokens.shape[0])
+        cache = dataclasses.replace(cache, length=lengths - 1)
+        return State(cache=cache, last=tokens[rows, lengths - 1])
+
+    def draft(self, params, shared, state: State, anchor, sampling, keys):
+        del shared
+        committed = state.cache.length
+        step_keys = jax.vmap(lambda k: jax.random.split(k, self.gamma))(keys)
+
+        logits, cache = self.forward(
+            params, jnp.stack([state.last, anchor], axis=1), state.cache
+        )
+        first = base.draw(sampling, logits[:, 1], step_keys[:, 0])
+
+        def step(carry, keys):
+            cache, token = carry
+            logits, cache = self.forward(params, token[:, None], cache)
+            token, probs = base.draw(sampling, logits[:, 0], keys)
+            return (cache, token), (token, probs)
+
+        (cache, _), rest = jax.lax.scan(
+            step, (cache, first[0]), step_keys[:, 1:].swapaxes(0, 1)
+        )
+        tokens = jnp.concatenate([first[0][:, None], rest[0].T], axis=1)
+        probs = jnp.concatenate([first[1][:, None], rest[1].swapaxes(0, 1)], axis=1)
+        cache = dataclasses.replace(cache, length=committed)
+        return Draft(tokens=tokens, probs=probs), State(cache=cache, last=state.last)
+
+    def commit(self, params, shared, state: State, verdict, tokens, features) -> State:
+        del params, shared, features
+        rows = jnp.arange(tokens.shape[0])
+        cache = kv_cache.commit(state.cache, None, verdict.num_committed)
+        return State(cache=cache, last=tokens[rows, verdict.num_accepted])
+
+    def loss(self, params, shared: Shared, batch: Batch, key: PRNGKey):
+        """Mean divergence from the target at the positions that predict an answer."""
+        del key
+        logits, _ = self.forward(params, batch.tokens)
+        target = shared.logits(batch.hidden)
+        wanted = base.shift(batch.mask, 1)
+        if self.distill == "ce":
+            values = base.cross_entropy(logits, base.shift(batch.tokens, 1))
+        else:
+            values = DIVERGENCES[self.distill](target, logits)
+        alpha = base.masked_mean(base.overlap(logits, target), wanted)
+        return base.masked_mean(values, wanted), {"alpha": jnp.full(self.gamma, alpha)}
+
+
+def _kl(p_logits: Float[Array, "*B V"], q_logits: Float[Array, "*B V"]) -> Array:
+    """KL(p || q), nats."""
+    log_p, log_q = jax.nn.log_softmax(p_logits), jax.nn.log_softmax(q_logits)
+    return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
+
+
+def _jsd(p_logits: Float[Array, "*B V"], q_logits: Float[Array, "*B V"]) -> Array:
+    """Jensen-Shannon divergence at weight 1/2, nats."""
+    log_p, log_q = jax.nn.log_softmax(p_logits), jax.nn.log_softmax(q_logits)
+    log_m = jnp.logaddexp(log_p, log_q) - jnp.log(2.0)
+    return 0.5 * (_kl(log_p, log_m) + _kl(log_q, log_m))
+
+
+DIVERGENCES = {  # (target logits, draft logits) -> one value a position
+    "fkl": _kl,
+    "rkl": lambda p, q: _kl(q, p),
+    "jsd": _jsd,
+    "tv": lambda p, q: 1.0 - base.overlap(q, p),
+}

@@ -1,0 +1,146 @@
+"""Medusa-1: G extra heads on the target's last state, drafted in one pass.
+
+Cai et al. 2024, arXiv:2401.10774, sections 2.1 and 2.2. Head k = 1..G reads f_t, the
+state from which the target's own head predicts x_{t+1}, and guesses x_{t+1+k}:
+
+    z_k = f_t + SiLU(W_k f_t + b_k)                   (1)
+    q_k = softmax(U_k z_k)                            (2)
+    loss = sum_k decay^k CE(q_k, x_{t+1+k})           (3)
+
+W_k starts at zero and U_k as the target's head, so a head starts as the target's head
+but for b_k, which the reference code (FasterDecoding/Medusa e2a5d20) draws as a torch
+linear layer does, U(-D^-1/2, D^-1/2).
+
+Departs from the paper: the heads draft a chain, not a tree of their top guesses, and
+under sampling each token is drawn from its head and verified exactly, where the paper's
+typical acceptance would change the target's law.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from specjax.drafters import base
+from specjax.drafters.base import Batch, Card, Draft
+from specjax.pytree import pytree
+from specjax.transformer import Shared, TransformerConfig
+from specjax.tree import Tree
+from specjax.typing import Array, Float, Params, PRNGKey
+
+
+@pytree
+class State:
+    feature: Float[Array, "B D"]  # f_t: the state the anchor was sampled from
+
+
+class Heads(nn.Module):
+    """Eq. 1 and 2 before the softmax, all heads at once."""
+
+    gamma: int
+    share_head: bool
+
+    @nn.compact
+    def __call__(
+        self, f: Float[Array, "*B D"], head: Float[Array, "D V"]
+    ) -> Float[Array, "*B G V"]:
+        G, (D, V) = self.gamma, head.shape
+
+        def uniform(key, shape, dtype=jnp.float32):
+            return jax.random.uniform(key, shape, dtype, -(D**-0.5), D**-0.5)
+
+        def copied(key, shape):
+            del key
+            return jnp.broadcast_to(head, shape)
+
+        w = self.param("w", nn.initializers.zeros, (G, D, D))
+        b = self.param("b", uniform, (G, D))
+        z = f[..., None, :] + jax.nn.silu(jnp.einsum("...D,GDE->...GE", f, w) + b)
+        if self.share_head:
+            return jnp.dot(z, head, preferred_element_type=jnp.float32)
+        u = self.param("u", copied, (G, D, V))
+        return jnp.einsum("...GD,GDV->...GV", z, u, preferred_element_type=jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Medusa:
+    """Hyperparameters; see the module for the method and `base.Drafter` for the rest."""
+
+    card: ClassVar[Card] = Card(
+        reads="last feature",
+        passes="1",
+        trained="heads",
+        paper="Cai et al., arXiv:2401.10774",
+        year=2024,
+    )
+
+    gamma: int = 4  # heads = drafted tokens per round
+    decay: float = 0.8  # head k weighs decay^k in the loss
+    share_head: bool = False  # True: no U_k, every head ends in the target's own head
+
+    def __post_init__(self):
+        if self.gamma < 1:
+            raise ValueError(f"medusa needs gamma >= 1, got {self.gamma}.")
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"medusa needs 0 < decay <= 1, got {self.decay}.")
+
+    @classmethod
+    def for_target(cls, config: TransformerConfig, mask_token_id, **fields):
+        del config, mask_token_id
+        return cls(**fields)
+
+    @property
+    def tree(self) -> Tree:
+        return Tree.chain(self.gamma)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return (-1,)
+
+    def init(self, key: PRNGKey, shared: Shared) -> Params:
+        f = jnp.zeros((1, shared.head.shape[0]), shared.head.dtype)
+        return Heads(self.gamma, self.share_head).init(key, f, shared.head)["params"]
+
+    def logits(
+        self, params: Params, shared: Shared, f: Float[Array, "*B D"]
+    ) -> Float[Array, "*B G V"]:
+        heads = Heads(self.gamma, self.share_head)
+        return heads.apply({"params": params}, f, shared.head)  # pyright: ignore[reportReturnType]
+
+    def prefill(self, params, shared, tokens, lengths, features, cache_size) -> State:
+        del params, shared, tokens, cache_size
+        rows = jnp.arange(features.shape[0])
+        return State(feature=features[rows, lengths - 1])
+
+    def draft(self, params, shared, state, anchor, sampling, keys):
+        del anchor  # The heads never look at the anchor token.
+        logits = self.logits(params, shared, state.feature)
+        tokens, probs = base.draw(sampling, logits, keys)
+        return Draft(tokens=tokens, probs=probs), state
+
+    def commit(self, params, shared, state, verdict, tokens, features) -> State:
+        del params, shared, state, tokens
+        rows = jnp.arange(features.shape[0])
+        return State(feature=features[rows, verdict.num_accepted])
+
+    def loss(self, params, shared: Shared, batch: Batch, key: PRNGKey):
+        """Eq. 3, each head averaged over the positions whose label is to be learned."""
+        del key
+        logits = self.logits(params, shared, batch.features)  # [B T G V]
+        target = shared.logits(batch.hidden)
+        ces, alphas = [], []
+        for k in range(1, self.gamma + 1):
+            label, wanted = (
+                base.shift(batch.tokens, 1 + k),
+                base.shift(batch.mask, 1 + k),
+            )
+            q = logits[:, :, k - 1]
+            ces.append(base.masked_mean(base.cross_entropy(q, label), wanted))
+            alphas.append(
+                base.masked_mean(base.overlap(q, base.shift(target, k)), wanted)
+            )
+        weights = self.decay ** jnp.arange(1, self.gamma + 1, dtype=jnp.float32)
+        ce = jnp.stack(ces)
+        return jnp.sum(weights * ce), {"ce": ce, "alpha": jnp.stack(alphas)}

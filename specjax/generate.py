@@ -1,0 +1,380 @@
+"""The engine: prefill, then rounds of draft -> verify -> commit inside one compiled loop.
+
+A row holds `length` tokens whose keys and values are in the target's cache, and one
+more, the anchor, that is text but not yet in the cache. A round
+
+    draft    G tokens that may follow the anchor
+    verify   one target pass over [anchor, drafts], N = G + 1 nodes; the verdict
+    commit   n accepted drafts and one bonus token; length += n + 1; anchor = bonus
+
+Rows are independent: each has its own length, key, budget and end. A row that has ended
+runs on with the batch, commits nothing and writes only past its own length. The key of
+a round is folded from the row's seed and the anchor's position, so a row's text depends
+neither on its place in the batch nor on its neighbours.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import kv_cache, verify
+from specjax.drafters.none import NoDrafter
+from specjax.kv_cache import KVCache
+from specjax.metrics import Trace
+from specjax.pytree import pytree
+from specjax.sampling import Sampling
+from specjax.typing import Array, Bool, Int, Keys, Params, PRNGKey
+from specjax.verify import PAD, Verdict
+
+RUNNING, EOS, LENGTH = 0, 1, 2
+REASONS = {RUNNING: "running", EOS: "eos", LENGTH: "length"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """The static half of a run: what is compiled in. Hashable by value."""
+
+    target: Any  # targets.base.Target
+    drafter: Any  # drafters.base.Drafter
+    sampling: Sampling
+    stop_ids: tuple[int, ...] = ()  # tokens that end a row; they stay in its text
+
+
+@pytree
+class Weights:
+    """The arrays of a run that no round changes."""
+
+    target: Params
+    drafter: Params
+
+
+@pytree
+class Progress:
+    """A run between two rounds: everything that changes."""
+
+    cache: KVCache  # the target's
+    state: Any  # the drafter's
+    anchor: Int[Array, "B"]
+    tokens: Int[Array, "B W"]  # the text so far, W = max_new_tokens, then PAD
+    num_tokens: Int[Array, "B"]
+    limit: Int[Array, "B"]  # tokens a row may have
+    reason: Int[Array, "B"]  # RUNNING, EOS or LENGTH
+    keys: Keys
+    num_rounds: Int[Array, ""]
+    trace: Trace
+    valid: Bool[Array, "B"]  # False once a drafted token had q = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """A finished run, on the host."""
+
+    tokens: list[list[int]]  # new tokens of each row, the stop token included
+    finish_reasons: list[str]  # "eos" or "length"
+    trace: Trace
+
+
+def _round_keys(keys: Keys, position: Int[Array, "B"]) -> tuple[Keys, Keys]:
+    """Independent keys of a round for drafting and for verifying."""
+    folded = jax.vmap(jax.random.fold_in)(keys, position)
+    pair = jax.vmap(lambda k: jax.random.split(k, 2))(folded)
+    return pair[:, 0], pair[:, 1]
+
+
+def _append(progress: Progress, new: Int[Array, "B N"], stop_ids, room):
+    """Cuts new tokens at a stop id and at the row's limit, and appends the rest.
+
+    Returns the fields that change and how many tokens each row kept.
+    """
+    N, W = new.shape[1], progress.tokens.shape[1]
+    slot = jnp.arange(N)
+    is_stop = jnp.isin(new, jnp.asarray(stop_ids, jnp.int32))
+    is_stop = is_stop & (slot[None] < room[:, None])
+    first_stop = jnp.where(is_stop.any(1), jnp.argmax(is_stop, axis=1), N)
+    count = jnp.minimum(room, first_stop + 1)
+    count = jnp.minimum(count, progress.limit - progress.num_tokens)
+    count = jnp.where(progress.reason == RUNNING, count, 0).astype(jnp.int32)
+
+    at = jnp.where(
+        slot[None] < count[:, None], progress.num_tokens[:, None] + slot[None], W
+    )
+    rows = jnp.arange(new.shape[0])[:, None]
+    num_tokens = progress.num_tokens + count
+    reason = jnp.where(num_tokens >= progress.limit, LENGTH, RUNNING)
+    reason = jnp.where((count > 0) & (first_stop < count), EOS, reason)
+    reason = jnp.where(progress.reason == RUNNING, reason, progress.reason)
+    fields = {
+        "tokens": progress.tokens.at[rows, at].set(new, mode="drop"),
+        "num_tokens": num_tokens,
+        "reason": reason.astype(jnp.int32),
+    }
+    return fields, count
+
+
+def _round(model: Model, weights: Weights, progress: Progress) -> Progress:
+    """One round of every row."""
+    target, drafter, sampling = model.target, model.drafter, model.sampling
+    shared = target.shared(weights.target)
+    running = progress.reason == RUNNING
+    length = progress.cache.length
+    draft_keys, verify_keys = _round_keys(progress.keys, length)
+
+    with jax.named_scope("draft"):
+        draft, state = drafter.draft(
+            weights.drafter,
+            shared,
+            progress.state,
+            progress.anchor,
+            sampling,
+            draft_keys,
+        )
+
+    with jax.named_scope("verify"):
+        nodes = jnp.concatenate([progress.anchor[:, None], draft.tokens], axis=1)
+        out = target(
+            weights.target,
+            nodes,
+            progress.cache,
+            ancestors=drafter.tree.ancestors,
+            depths=drafter.tree.depths,
+            taps=drafter.taps,
+        )
+        logits = target.logits(weights.target, out.hidden)
+        judge = functools.partial(verify.verify, sampling=sampling)
+        verdict = jax.vmap(lambda t, q, p, k: judge(t, q, p, key=k))(
+            draft.tokens, draft.probs, logits, verify_keys
+        )
+
+    with jax.named_scope("commit"):
+        verdict = Verdict(
+            num_accepted=jnp.where(running, verdict.num_accepted, -1),
+            tokens=verdict.tokens,
+            valid=verdict.valid | ~running,
+        )
+        cache = kv_cache.commit(out.cache, None, verdict.num_committed)
+        state = drafter.commit(
+            weights.drafter, shared, state, verdict, nodes, out.features
+        )
+        fields, count = _append(
+            progress, verdict.tokens, model.stop_ids, verdict.num_committed
+        )
+        n, i = verdict.num_accepted, progress.num_rounds
+        bonus = jnp.take_along_axis(verdict.tokens, jnp.maximum(n, 0)[:, None], axis=1)[
+            :, 0
+        ]
+        whole = count == verdict.num_committed  # not cut by a stop id or the limit
+        trace = progress.trace
+        trace = Trace(
+            num_accepted=trace.num_accepted.at[:, i].set(
+                jnp.maximum(jnp.minimum(n, count), 0)
+            ),
+            num_committed=trace.num_committed.at[:, i].set(count),
+            rejected=trace.rejected.at[:, i].set(
+                running & whole & (n < draft.tokens.shape[1])
+            ),
+            drafted=trace.drafted.at[:, i].set(draft.tokens),
+        )
+    return dataclasses.replace(
+        progress,
+        cache=cache,
+        state=state,
+        anchor=jnp.where(running, bonus, progress.anchor),
+        num_rounds=i + 1,
+        trace=trace,
+        valid=progress.valid & verdict.valid,
+        **fields,
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("model", "cache_size", "max_new_tokens"))
+def prefill(
+    model: Model,
+    weights: Weights,
+    prompts: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
+    keys: Keys,
+    *,
+    cache_size: int,
+    max_new_tokens: int,
+) -> Progress:
+    """Reads the prompts (right-padded), draws the first token, readies the drafter."""
+    target, drafter = model.target, model.drafter
+    B, W, G = prompts.shape[0], max_new_tokens, drafter.gamma
+    shared = target.shared(weights.target)
+    cache = target.init_cache(B, cache_size, weights.target["embed"].dtype)
+    out = target(weights.target, prompts, cache, taps=drafter.taps)
+    last = out.hidden[jnp.arange(B), lengths - 1]
+    _, first_keys = _round_keys(keys, lengths - 1)
+    first, _ = jax.vmap(model.sampling.draw)(
+        target.logits(weights.target, last), first_keys
+    )
+    max_positions = target.config.max_positions
+    progress = Progress(
+        cache=kv_cache.commit(out.cache, None, lengths),
+        state=drafter.prefill(
+            weights.drafter, shared, prompts, lengths, out.features, cache_size
+        ),
+        anchor=first,
+        tokens=jnp.full((B, W), PAD, jnp.int32),
+        num_tokens=jnp.zeros((B,), jnp.int32),
+        limit=jnp.minimum(W, max_positions - lengths).astype(jnp.int32),
+        reason=jnp.full((B,), RUNNING, jnp.int32),
+        keys=keys,
+        num_rounds=jnp.zeros((), jnp.int32),
+        trace=Trace(
+            num_accepted=jnp.zeros((B, W), jnp.int32),
+            num_committed=jnp.zeros((B, W), jnp.int32),
+            rejected=jnp.zeros((B, W), bool),
+            drafted=jnp.full((B, W, G), PAD, jnp.int32),
+        ),
+        valid=jnp.ones((B,), bool),
+    )
+    one = jnp.ones((B,), jnp.int32)
+    fields, _ = _append(progress, first[:, None], model.stop_ids, one)
+    return dataclasses.replace(progress, **fields)
+
+
+@functools.partial(jax.jit, static_argnames=("model",), donate_argnames=("progress",))
+def advance(
+    model: Model, weights: Weights, progress: Progress, rounds: Int[Array, ""]
+) -> Progress:
+    """Runs up to `rounds` rounds, until every row has ended. `progress` is donated."""
+    end = progress.num_rounds + rounds
+
+    def go_on(progress):
+        return jnp.any(progress.reason == RUNNING) & (progress.num_rounds < end)
+
+    return jax.lax.while_loop(
+        go_on, lambda progress: _round(model, weights, progress), progress
+    )
+
+
+def pad_prompts(
+    prompts: Sequence[Sequence[int]], multiple: int = 32
+) -> tuple[np.ndarray, np.ndarray]:
+    """Right-pads prompts to one length, a multiple so that few shapes are compiled."""
+    if not prompts or any(len(p) == 0 for p in prompts):
+        raise ValueError(
+            "every prompt needs at least one token; give the model's BOS or a chat turn."
+        )
+    lengths = np.array([len(p) for p in prompts], np.int32)
+    width = math.ceil(lengths.max() / multiple) * multiple
+    tokens = np.zeros((len(prompts), width), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    return tokens, lengths
+
+
+def start(
+    model: Model,
+    weights: Weights,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    key: PRNGKey | None = None,
+    seeds: Sequence[int] | None = None,
+    cache_size: int | None = None,
+) -> Progress:
+    """Checks the request and prefills it.
+
+    Args:
+      prompts: token ids of each row.
+      max_new_tokens: most new tokens a row; a row also ends at the target's last
+        position.
+      seeds: one number a row; its text depends on the key and this alone (0, 1, ...).
+      cache_size: slots a row, S; None takes what is needed, rounded up.
+    """
+    config = model.target.config
+    tokens, lengths = pad_prompts(prompts)
+    N = model.drafter.tree.num_nodes
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be >= 1, got {max_new_tokens}.")
+    if lengths.max() >= config.max_positions:
+        raise ValueError(
+            f"prompt of {lengths.max()} tokens leaves no room in the target's "
+            f"{config.max_positions} positions. Shorten it."
+        )
+    for row in prompts:
+        if not 0 <= min(row) <= max(row) < config.vocab_size:
+            raise ValueError(
+                f"prompt ids span {min(row)} to {max(row)}; the target knows 0 to "
+                f"{config.vocab_size - 1}. Use the target's own tokenizer."
+            )
+    needed = max(int(lengths.max()) + max_new_tokens + N, tokens.shape[1])
+    size = cache_size or math.ceil(needed / 128) * 128
+    if needed > size:
+        raise ValueError(
+            f"prompt ({lengths.max()}) + max_new_tokens ({max_new_tokens}) + N ({N}) "
+            f"exceed the cache: {needed} > S={size}. Raise cache_size."
+        )
+    seeds = range(len(prompts)) if seeds is None else seeds
+    if len(seeds) != len(prompts):
+        raise ValueError(
+            f"{len(seeds)} seeds for {len(prompts)} prompts; give one each."
+        )
+    key = jax.random.key(0) if key is None else key
+    keys = jax.vmap(lambda s: jax.random.fold_in(key, s))(jnp.asarray(seeds, jnp.int32))
+    return prefill(
+        model,
+        weights,
+        jnp.asarray(tokens),
+        jnp.asarray(lengths),
+        keys,
+        cache_size=size,
+        max_new_tokens=max_new_tokens,
+    )
+
+
+def finish(model: Model, progress: Progress) -> Generation:
+    """Brings a run to the host."""
+    if not np.all(progress.valid):
+        rows = np.flatnonzero(~np.asarray(progress.valid)).tolist()
+        raise ValueError(
+            f"{type(model.drafter).__name__} proposed a token to which its own law "
+            f"gives probability 0 (rows {rows}): Draft.probs must be the law that "
+            "Draft.tokens were drawn from."
+        )
+    tokens, counts = np.asarray(progress.tokens), np.asarray(progress.num_tokens)
+    return Generation(
+        tokens=[row[:n].tolist() for row, n in zip(tokens, counts, strict=True)],
+        finish_reasons=[REASONS[int(r)] for r in progress.reason],
+        trace=jax.tree.map(
+            lambda x: np.asarray(x)[:, : int(progress.num_rounds)], progress.trace
+        ),
+    )
+
+
+def generate(
+    model: Model, weights: Weights, prompts: Sequence[Sequence[int]], **options: Any
+) -> Generation:
+    """Generates to the end; `options` are those of `start`."""
+    progress = start(model, weights, prompts, **options)
+    everything = progress.tokens.shape[1]
+    return finish(model, advance(model, weights, progress, jnp.asarray(everything)))
+
+
+def stream(
+    model: Model,
+    weights: Weights,
+    prompts: Sequence[Sequence[int]],
+    *,
+    rounds: int = 1,
+    **options: Any,
+) -> Iterator[Generation]:
+    """Yields the run so far after the prefill and after every few rounds."""
+    progress = start(model, weights, prompts, **options)
+    yield finish(model, progress)
+    while np.any(np.asarray(progress.reason) == RUNNING):
+        progress = advance(model, weights, progress, jnp.asarray(rounds))
+        yield finish(model, progress)
+
+
+def autoregressive(model: Model) -> Model:
+    """The same run without a drafter: the baseline."""
+    return dataclasses.replace(model, drafter=NoDrafter())
