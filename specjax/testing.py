@@ -10,7 +10,7 @@ from specjax.transformer import TransformerConfig
 
 
 def tiny_target(
-    seed: int = 0, scale: float = 6.0, **fields: Any
+    seed: int = 0, scale: float = 25.0, **fields: Any
 ) -> tuple[Llama, dict[str, Any]]:
     """A random target of a few thousand weights, with laws that are far from flat.
 
@@ -27,7 +27,7 @@ def tiny_target(
         "max_positions": 256,
     }
     target = Llama(TransformerConfig(**config | fields))
-    params = target.init(jax.random.key(seed))
+    params = jax.jit(target.init)(jax.random.key(seed))
     grow = lambda path, x: x if "scale" in jax.tree_util.keystr(path) else x * scale
     return target, jax.tree_util.tree_map_with_path(grow, params)
 
@@ -38,4 +38,4 @@ def tiny_drafter(
     """A registered drafter of the paper's shape for `tiny_target`, randomly initialised."""
     mask = target.config.vocab_size - 1
     drafter = drafters.get(name).for_target(target.config, mask, **fields)
-    return drafter, drafter.init(jax.random.key(seed), target.shared(params))
+    return drafter, jax.jit(drafter.init)(jax.random.key(seed), target.shared(params))

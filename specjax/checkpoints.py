@@ -1,0 +1,119 @@
+"""Drafters on disk: a folder with `drafter.json` and `drafter.safetensors`.
+
+Written beside and renamed, so that a reader never meets half a drafter.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+import types
+import typing
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import drafters
+from specjax.transformer import Shared
+from specjax.typing import Params
+
+
+def flatten(params: Params) -> dict[str, np.ndarray]:
+    """Arrays by their path, joined with dots."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return {
+        ".".join(str(getattr(k, "key", k)) for k in path): np.asarray(leaf)
+        for path, leaf in leaves
+    }
+
+
+def record_from(cls: Any, values: dict[str, Any]) -> Any:
+    """Builds a frozen dataclass, nested ones included, from its JSON form."""
+    hints = typing.get_type_hints(cls)
+    names = {f.name for f in dataclasses.fields(cls)}
+    unknown = sorted(set(values) - names)
+    if unknown:
+        raise ValueError(
+            f"{cls.__name__} has no field {', '.join(unknown)}; its fields are "
+            f"{', '.join(sorted(names))}."
+        )
+
+    def convert(hint, value):
+        if dataclasses.is_dataclass(hint):
+            return record_from(hint, value)
+        origin = typing.get_origin(hint)
+        if origin is tuple and value is not None:
+            return tuple(value)
+        if origin in (types.UnionType, typing.Union) and isinstance(value, list):
+            return tuple(value)
+        return value
+
+    return cls(**{k: convert(hints[k], v) for k, v in values.items()})
+
+
+def save(
+    folder: str | pathlib.Path,
+    name: str,
+    drafter: Any,
+    params: Params,
+    *,
+    dtype: Any = jnp.bfloat16,
+    about: dict[str, Any] | None = None,
+) -> None:
+    """Writes a drafter; `about` is kept beside it (target, data, steps)."""
+    from safetensors.numpy import save_file
+
+    folder = pathlib.Path(folder)
+    beside = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    config = {"name": name, "config": dataclasses.asdict(drafter), "about": about or {}}
+    (beside / "drafter.json").write_text(json.dumps(config, indent=2) + "\n")
+    tensors = {k: v.astype(dtype) for k, v in flatten(params).items()}
+    save_file(tensors, str(beside / "drafter.safetensors"))
+    old = folder.with_name(folder.name + ".old")
+    if folder.exists():
+        os.replace(folder, old)
+    os.replace(beside, folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def load(
+    folder: str | pathlib.Path, shared: Shared, dtype: Any = jnp.float32
+) -> tuple[str, Any, Params]:
+    """Reads a drafter for a target: its registry name, the drafter, its parameters."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    folder = pathlib.Path(folder)
+    if not (folder / "drafter.json").is_file():
+        raise FileNotFoundError(
+            f"no drafter in {folder}: it needs drafter.json and drafter.safetensors, "
+            "as `specjax train` writes them."
+        )
+    try:
+        stored = json.loads((folder / "drafter.json").read_text())
+        tensors = load_file(str(folder / "drafter.safetensors"))
+    except (json.JSONDecodeError, SafetensorError) as error:
+        raise ValueError(f"the drafter in {folder} is damaged: {error}.") from None
+    name = stored["name"]
+    drafter = record_from(drafters.get(name), stored["config"])
+    want = jax.eval_shape(lambda s: drafter.init(jax.random.key(0), s), shared)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(want)
+    paths = [".".join(str(getattr(k, "key", k)) for k in path) for path, _ in leaves]
+    missing, extra = set(paths) - set(tensors), set(tensors) - set(paths)
+    wrong = [
+        f"{p} {tensors[p].shape}, not {leaf.shape}"
+        for p, (_, leaf) in zip(paths, leaves, strict=True)
+        if p in tensors and tensors[p].shape != leaf.shape
+    ]
+    if missing or extra or wrong:
+        raise ValueError(
+            f"the drafter in {folder} does not fit this target: missing "
+            f"{sorted(missing)}, not used {sorted(extra)}, other shapes {wrong}."
+        )
+    arrays = [jnp.asarray(tensors[p], dtype) for p in paths]
+    return name, drafter, jax.tree_util.tree_unflatten(structure, arrays)

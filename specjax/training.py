@@ -1,0 +1,307 @@
+"""One trainer for every drafter: a frozen target, the drafter's own loss, AdamW.
+
+A step is a pure function of (parameters, optimiser state, step number): the batch and
+the key are derived from the seed and the step, so a resumed run goes on exactly where
+the first one stopped. Features come from the target on the fly, or from a cache on disk
+when several epochs make the target's pass the larger cost.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+
+from specjax.corpus import Texts
+from specjax.drafters.base import Batch
+from specjax.targets.base import Pretrained
+from specjax.typing import Params, PRNGKey
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """Optimisation settings; the same for every drafter unless its paper says more."""
+
+    steps: int = 400
+    batch_size: int = 16  # texts per step
+    learning_rate: float = 2e-3  # peak, reached after the warm-up
+    warmup: float = 0.04  # share of the steps
+    final: float = 0.05  # share of the peak that the cosine ends at
+    weight_decay: float = 0.0
+    grad_clip: float = 1.0  # global norm
+    seed: int = 0
+    log_every: int = 10  # steps
+    save_every: int = 200  # steps between checkpoints
+
+    def __post_init__(self):
+        for name in ("steps", "batch_size", "log_every", "save_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"training needs {name} >= 1, got {getattr(self, name)}."
+                )
+        if not self.learning_rate > 0:
+            raise ValueError(f"learning_rate must be > 0, got {self.learning_rate}.")
+
+    def schedule(self) -> optax.Schedule:
+        return optax.warmup_cosine_decay_schedule(
+            init_value=0.0,
+            peak_value=self.learning_rate,
+            warmup_steps=max(1, round(self.warmup * self.steps)),
+            decay_steps=self.steps,
+            end_value=self.learning_rate * self.final,
+        )
+
+    def optimiser(self) -> optax.GradientTransformation:
+        return optax.chain(
+            optax.clip_by_global_norm(self.grad_clip),
+            optax.adamw(self.schedule(), b2=0.95, weight_decay=self.weight_decay),
+        )
+
+
+def features(pretrained: Pretrained, taps, params, tokens, mask) -> Batch:
+    """Runs the frozen target over a batch."""
+    out = pretrained.target(params, tokens, taps=taps)
+    return jax.lax.stop_gradient(
+        Batch(tokens=tokens, mask=mask, features=out.features, hidden=out.hidden)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class FeatureCache:
+    """Features of all texts on disk, bfloat16: the taps and the last state."""
+
+    features: np.ndarray  # [X T MD] as uint16, a memory map
+    hidden: np.ndarray  # [X T D]
+
+    def rows(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        read = lambda x: x[index].view(ml_dtypes.bfloat16).astype(np.float32)
+        return read(self.features), read(self.hidden)
+
+
+def cache_features(
+    folder: str | pathlib.Path,
+    pretrained: Pretrained,
+    taps: tuple[int, ...],
+    texts: Texts,
+    batch_size: int = 8,
+    progress: Callable[[int], None] = lambda done: None,
+) -> FeatureCache:
+    """Opens the cache of exactly these texts, taps and target, or builds it."""
+    folder = pathlib.Path(folder)
+    X, T = texts.tokens.shape
+    D = pretrained.target.config.width
+    manifest = {
+        "target": pretrained.name,
+        "taps": list(taps),
+        "texts": hashlib.sha256(texts.tokens.tobytes()).hexdigest(),
+        "shape": [X, T, D],
+    }
+    if folder.exists():
+        found = folder / "manifest.json"
+        if not found.is_file() or json.loads(found.read_text()) != manifest:
+            raise ValueError(
+                f"{folder} is no feature cache of these texts and taps {taps} for "
+                f"{pretrained.name}; name a new folder or delete it."
+            )
+        return _open_cache(folder, X, T, D, len(taps))
+
+    beside = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    make = lambda name, width: np.lib.format.open_memmap(
+        beside / f"{name}.npy", "w+", np.uint16, (X, T, width)
+    )
+    stored, hidden = make("features", len(taps) * D), make("hidden", D)
+    run = jax.jit(functools.partial(features, pretrained, taps))
+    for start in range(0, X, batch_size):
+        rows = np.minimum(np.arange(start, start + batch_size), X - 1)
+        batch = run(pretrained.params, texts.tokens[rows], texts.mask[rows])
+        narrow = lambda x: np.asarray(x).astype(ml_dtypes.bfloat16).view(np.uint16)
+        stored[rows], hidden[rows] = narrow(batch.features), narrow(batch.hidden)
+        progress(int(rows[-1]) + 1)
+    stored.flush()
+    hidden.flush()
+    (beside / "manifest.json").write_text(json.dumps(manifest))
+    os.replace(beside, folder)
+    return _open_cache(folder, X, T, D, len(taps))
+
+
+def _open_cache(folder, X, T, D, M) -> FeatureCache:
+    stored = np.load(folder / "features.npy", mmap_mode="r")
+    hidden = np.load(folder / "hidden.npy", mmap_mode="r")
+    if stored.shape != (X, T, M * D) or hidden.shape != (X, T, D):
+        raise ValueError(f"the feature cache in {folder} is damaged; delete it.")
+    return FeatureCache(stored, hidden)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("drafter", "config"), donate_argnames=("params", "state")
+)
+def train_step(
+    drafter: Any, config: TrainConfig, params: Params, state: Any, shared, batch, key
+):
+    """One optimiser step. `params` and `state` are donated."""
+
+    def loss(params):
+        return drafter.loss(params, shared, batch, key)
+
+    (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(params)
+    updates, state = config.optimiser().update(grads, state, params)
+    params = optax.apply_updates(params, updates)
+    metrics |= {"loss": value, "grad_norm": optax.global_norm(grads)}
+    return params, state, metrics
+
+
+class Checkpoints:
+    """Parameters and optimiser state by step, through orbax."""
+
+    def __init__(self, folder: pathlib.Path, about: dict[str, Any]):
+        import orbax.checkpoint as ocp
+
+        self.ocp, self.about = ocp, about
+        self.manager = ocp.CheckpointManager(
+            folder.absolute(),
+            options=ocp.CheckpointManagerOptions(max_to_keep=2, create=True),
+        )
+
+    def save(self, step: int, params: Params, state: Any) -> None:
+        tree = self.ocp.args.StandardSave({"params": params, "state": state})
+        about = self.ocp.args.JsonSave(self.about)
+        args = self.ocp.args.Composite(tree=tree, about=about)
+        self.manager.save(step, args=args)
+
+    def restore(self, params: Params, state: Any) -> tuple[int, Params, Any]:
+        """The last step, or step 0 with what was given if there is none."""
+        step = self.manager.latest_step()
+        if step is None:
+            return 0, params, state
+        stored = self.manager.restore(
+            step, args=self.ocp.args.Composite(about=self.ocp.args.JsonRestore())
+        )["about"]
+        if stored != self.about:
+            differ = [k for k in self.about if stored.get(k) != self.about[k]]
+            raise ValueError(
+                f"the checkpoint at step {step} was made with other settings "
+                f"({', '.join(differ)}); use a new --out folder or the old settings."
+            )
+        abstract = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
+            {"params": params, "state": state},
+        )
+        tree = self.manager.restore(
+            step,
+            args=self.ocp.args.Composite(tree=self.ocp.args.StandardRestore(abstract)),
+        )["tree"]
+        return step, tree["params"], tree["state"]
+
+    def close(self) -> None:
+        self.manager.wait_until_finished()
+        self.manager.close()
+
+
+def expected_tau(alpha: np.ndarray) -> float:
+    """tau = 1 + sum_k prod_{j<=k} alpha_j, from teacher-forced acceptance."""
+    return float(1 + np.sum(np.cumprod(alpha)))
+
+
+def train(
+    pretrained: Pretrained,
+    drafter: Any,
+    texts: Texts,
+    config: TrainConfig = TrainConfig(),
+    *,
+    folder: str | pathlib.Path | None = None,
+    params: Params | None = None,
+    cache: FeatureCache | None = None,
+    log: Callable[[int, dict[str, float]], None] = lambda step, values: None,
+    stop_after: int | None = None,
+) -> Params:
+    """Trains a drafter and returns its parameters.
+
+    Args:
+      folder: checkpoints go to its `checkpoints/`, and a run found there goes on.
+      params: a warm start; None initialises by the drafter's own rule.
+      log: called every `log_every` steps with loss, alpha by position, tau, tokens/s.
+      stop_after: ends early at this step with a checkpoint, as a killed run would.
+    """
+    init_key, run_key = jax.random.split(jax.random.key(config.seed))
+    shared = pretrained.target.shared(pretrained.params)
+    if params is None:
+        params = jax.jit(drafter.init)(init_key, shared)
+    params = jax.tree.map(lambda x: jnp.array(x, jnp.float32), params)  # donated below
+    state = config.optimiser().init(params)
+
+    keeper, first = None, 0
+    if folder is not None:
+        about = {
+            "drafter": type(drafter).__name__,
+            "fields": json.loads(json.dumps(dataclasses.asdict(drafter))),
+            "config": dataclasses.asdict(config),
+            "texts": hashlib.sha256(texts.tokens.tobytes()).hexdigest(),
+            "target": pretrained.name,
+        }
+        keeper = Checkpoints(pathlib.Path(folder) / "checkpoints", about)
+        first, params, state = keeper.restore(params, state)
+
+    look = jax.jit(functools.partial(features, pretrained, drafter.taps))
+    began, tokens_seen = time.perf_counter(), 0
+    last = min(config.steps, stop_after or config.steps)
+    for step in range(first, last):
+        rows = texts.batch(step, config.batch_size, config.seed)
+        batch = _batch(look, pretrained, texts, rows, cache)
+        key: PRNGKey = jax.random.fold_in(run_key, step)
+        params, state, metrics = train_step(
+            drafter, config, params, state, shared, batch, key
+        )
+        tokens_seen += int(texts.mask[rows].sum())
+        done = step + 1
+        if done % config.log_every == 0 or done == last:
+            values = {k: np.asarray(v) for k, v in metrics.items()}
+            seconds = time.perf_counter() - began
+            log(done, _scalars(values) | {"tokens_per_s": tokens_seen / seconds})
+            if not np.isfinite(values["loss"]):
+                raise FloatingPointError(
+                    f"the loss is {values['loss']} at step {done}; lower learning_rate "
+                    f"({config.learning_rate})."
+                )
+        if keeper and (done % config.save_every == 0 or done == last):
+            keeper.save(done, params, state)
+    if keeper:
+        keeper.close()
+    return params
+
+
+def _batch(look, pretrained, texts: Texts, rows, cache: FeatureCache | None) -> Batch:
+    if cache is None:
+        return look(pretrained.params, texts.tokens[rows], texts.mask[rows])
+    tapped, hidden = cache.rows(rows)
+    return Batch(
+        tokens=jnp.asarray(texts.tokens[rows]),
+        mask=jnp.asarray(texts.mask[rows]),
+        features=jnp.asarray(tapped),
+        hidden=jnp.asarray(hidden),
+    )
+
+
+def _scalars(values: dict[str, np.ndarray]) -> dict[str, float]:
+    """Flattens vectors to name_1, name_2, ... and adds the tau they promise."""
+    flat = {}
+    for name, value in values.items():
+        if value.ndim == 0:
+            flat[name] = float(value)
+        else:
+            flat |= {f"{name}_{i}": float(x) for i, x in enumerate(value, 1)}
+    if "alpha" in values:
+        flat["tau"] = expected_tau(values["alpha"])
+    return flat
