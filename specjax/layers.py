@@ -93,7 +93,8 @@ def rotary(
     rope: Rope, positions: Int[Array, "B T"], head_width: int
 ) -> tuple[Float[Array, "B T E"], Float[Array, "B T E"]]:
     """cos and sin of each position, float32, in the half-split layout."""
-    angles = positions.astype(jnp.float32)[..., None] * rope.frequencies(head_width)
+    frequencies = rope.frequencies(head_width)[None, None]
+    angles = positions.astype(jnp.float32)[..., None] * frequencies
     angles = jnp.concatenate([angles, angles], axis=-1)
     return jnp.cos(angles) * rope.magnitude, jnp.sin(angles) * rope.magnitude
 
@@ -128,7 +129,7 @@ class RMSNorm(nn.Module):
         weight = self.param("scale", nn.initializers.ones, (x.shape[-1],))
         y = x.astype(jnp.float32)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        return y.astype(x.dtype) * weight.astype(x.dtype)
+        return y.astype(x.dtype) * jnp.broadcast_to(weight.astype(x.dtype), x.shape)
 
 
 def attend(
@@ -173,9 +174,9 @@ class GatedMLP(nn.Module):
         zeros = nn.initializers.zeros
         hidden = dense(x, self.param("gate_up", normal, (D, 2, F)))
         if self.use_bias:
-            hidden = hidden + self.param("gate_up_bias", zeros, (2, F))
+            hidden = hidden + self.param("gate_up_bias", zeros, (2, F))[None, None]
         hidden = jax.nn.silu(hidden[..., 0, :]) * hidden[..., 1, :]
         out = dense(hidden, self.param("down", normal, (F, D)))
         if self.use_bias:
-            out = out + self.param("down_bias", zeros, (D,))
+            out = out + self.param("down_bias", zeros, (D,))[None, None]
         return out

@@ -70,11 +70,11 @@ class Sampling:
         ranked = jnp.take_along_axis(logits, order, axis=-1)
         V = logits.shape[-1]
         keep = jnp.arange(V) < (V if self.top_k is None else self.top_k)
+        keep = jnp.broadcast_to(keep, order.shape)
         if self.top_p < 1:
             mass = jax.nn.softmax(jnp.where(keep, ranked, -jnp.inf), axis=-1)
             before = jnp.cumsum(mass, axis=-1) - mass
             keep = keep & (before < self.top_p)
-        keep = jnp.broadcast_to(keep, order.shape)
         rank = jnp.argsort(order, axis=-1)  # the inverse permutation
         return jnp.where(jnp.take_along_axis(keep, rank, axis=-1), logits, -jnp.inf)
 

@@ -119,7 +119,7 @@ class Attention(nn.Module):
         # whole matrix is split over K by a tensor-parallel mesh.
         qkv = dense(x, self.param("qkv", normal, (D, K, G + 2, E)))
         if c.qkv_bias:
-            qkv = qkv + self.param("qkv_bias", zeros, (K, G + 2, E))
+            qkv = qkv + self.param("qkv_bias", zeros, (K, G + 2, E))[None, None]
         q, k, v = qkv[..., :G, :], qkv[..., G, :], qkv[..., G + 1, :]
         q = q.reshape(*q.shape[:2], K * G, E)
         if c.qk_norm:
@@ -142,7 +142,7 @@ class Attention(nn.Module):
 
         out = dense(out, self.param("out", normal, (c.num_heads * E, D)))
         if c.out_bias:
-            out = out + self.param("out_bias", zeros, (D,))
+            out = out + self.param("out_bias", zeros, (D,))[None, None]
         return out, (k, v)
 
 

@@ -1,5 +1,7 @@
 """The registry: one line a drafter."""
 
+from typing import Any
+
 from specjax.drafters import dflash, draft_model, medusa
 from specjax.drafters.base import Drafter
 
@@ -10,7 +12,7 @@ REGISTRY: dict[str, type[Drafter]] = {
 }
 
 
-def get(name: str) -> type[Drafter]:
+def get(name: str) -> type[Any]:
     """Looks a drafter up by its registry name."""
     if name not in REGISTRY:
         raise KeyError(f"unknown drafter {name!r}; registered: {', '.join(REGISTRY)}.")

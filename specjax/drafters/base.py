@@ -11,7 +11,7 @@ verifier; the drafter owns a private `State` that the engine only carries:
 """
 
 import dataclasses
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +66,7 @@ class Drafter(Protocol):
     @classmethod
     def for_target(
         cls, config: TransformerConfig, mask_token_id: int | None, **fields: Any
-    ) -> Self:
+    ) -> "Drafter":
         """The paper's shape scaled to a target; `fields` override.
 
         `mask_token_id` is an id that no text holds, for drafters that fill in masks.

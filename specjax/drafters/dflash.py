@@ -157,7 +157,7 @@ class Net(nn.Module):
         mask = jnp.concatenate(
             [sees_context, jnp.repeat(sees_block, N, axis=2)], axis=2
         )
-        positions = (anchors[..., None] + jnp.arange(N)).reshape(B, A * N)
+        positions = (anchors[..., None] + jnp.arange(N)[None, None]).reshape(B, A * N)
 
         def beside(k, v):
             return lambda bk, bv: (
@@ -305,7 +305,7 @@ class DFlash:
     def draft(self, params, shared: Shared, state: State, anchor, sampling, keys):
         cache, N = state.cache, self.gamma + 1
         start = cache.length
-        positions = start[:, None] + jnp.arange(N, dtype=jnp.int32)
+        positions = start[:, None] + jnp.arange(N, dtype=jnp.int32)[None]
         mask = jnp.arange(cache.size)[None, None] < (start + N)[:, None, None]
         joins = [
             lambda bk, bv, k=k, v=v: (
@@ -337,7 +337,7 @@ class DFlash:
     def _write_context(self, params, cache: KVCache, features) -> KVCache:
         """Writes H of the tokens that follow the cache's length, not yet committed."""
         T = features.shape[1]
-        positions = cache.length[:, None] + jnp.arange(T, dtype=jnp.int32)
+        positions = cache.length[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
         context = self.apply(params, Net.context, features, positions)
         slots = [
             (kv_cache.write(k, ck, cache.length), kv_cache.write(v, cv, cache.length))
@@ -355,12 +355,13 @@ class DFlash:
         x = self.apply(params, Net.train, batch.features, blocks, anchors)
         logits = shared.logits(x[:, :, 1:])  # [B A G V]
 
-        offsets = jnp.arange(1, self.gamma + 1)
+        offsets = jnp.arange(1, self.gamma + 1)[None, None]
         where = anchors[..., None] + offsets  # [B A G]
         inside = jnp.minimum(where, T - 1)
         labels = batch.tokens[rows[..., None], inside]
         wanted = batch.mask[rows[..., None], inside] & (where < T) & real[..., None]
-        weights = jnp.exp(-(offsets - 1.0) / self.decay) * wanted
+        decay = jnp.exp((1 - offsets).astype(jnp.float32) / self.decay)
+        weights = jnp.where(wanted, decay, 0.0)
         ce = base.cross_entropy(logits, labels)
 
         # p of x_{s+k} is read from the state at s + k - 1.

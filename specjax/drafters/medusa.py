@@ -57,7 +57,8 @@ class Heads(nn.Module):
 
         w = self.param("w", nn.initializers.zeros, (G, D, D))
         b = self.param("b", uniform, (G, D))
-        z = f[..., None, :] + jax.nn.silu(jnp.einsum("...D,GDE->...GE", f, w) + b)
+        x = jnp.einsum("...D,GDE->...GE", f, w)
+        z = f[..., None, :] + jax.nn.silu(x + jnp.broadcast_to(b, x.shape))
         if self.share_head:
             return jnp.dot(z, head, preferred_element_type=jnp.float32)
         u = self.param("u", copied, (G, D, V))
