@@ -1,0 +1,35 @@
+"""Strict settings for the whole suite: what JAX and Python would let pass is an error.
+
+Dtypes and ranks are never promoted silently, every shape in a signature is checked at
+run time (jaxtyping with beartype), warnings are errors, and 8 CPU devices are faked so
+that sharded code runs.
+"""
+
+import os
+import tempfile
+from pathlib import Path
+
+FLAGS = (
+    "--xla_force_host_platform_device_count=8",
+    # Tiny models: compiling is the whole cost, so compile fast instead of well.
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+)
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax  # noqa: E402  (after the flags)
+from jaxtyping import install_import_hook  # noqa: E402
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+install_import_hook("specjax", "beartype.beartype")  # before any import of specjax
+
+# Compiled programs are kept between runs; the folder may be deleted at any time.
+CACHE = Path(tempfile.gettempdir()) / f"specjax-test-cache-{os.getuid()}"
+jax.config.update("jax_compilation_cache_dir", str(CACHE))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+def pytest_configure(config):
+    config.addinivalue_line("filterwarnings", "error")
