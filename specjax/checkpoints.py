@@ -117,3 +117,10 @@ def load(
         )
     arrays = [jnp.asarray(tensors[p], dtype) for p in paths]
     return name, drafter, jax.tree_util.tree_unflatten(structure, arrays)
+
+
+def shipped(target: str) -> dict[str, pathlib.Path]:
+    """Folders of the drafters that come with the package for a named target."""
+    folder = pathlib.Path(__file__).parent / "data" / "drafters" / target
+    found = {p.parent.name: p.parent for p in folder.glob("*/drafter.json")}
+    return {n: found[n] for n in drafters.REGISTRY if n in found}

@@ -256,15 +256,15 @@ def advance(
 
 
 def pad_prompts(
-    prompts: Sequence[Sequence[int]], multiple: int = 32
+    prompts: Sequence[Sequence[int]], width: int | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Right-pads prompts to one length, a multiple so that few shapes are compiled."""
+    """Right-pads prompts to `width` tokens, or to a multiple of 32: few shapes compile."""
     if not prompts or any(len(p) == 0 for p in prompts):
         raise ValueError(
             "every prompt needs at least one token; give the model's BOS or a chat turn."
         )
     lengths = np.array([len(p) for p in prompts], np.int32)
-    width = math.ceil(lengths.max() / multiple) * multiple
+    width = max(width or math.ceil(lengths.max() / 32) * 32, int(lengths.max()))
     tokens = np.zeros((len(prompts), width), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
@@ -280,6 +280,7 @@ def start(
     key: PRNGKey | None = None,
     seeds: Sequence[int] | None = None,
     cache_size: int | None = None,
+    width: int | None = None,
 ) -> Progress:
     """Checks the request and prefills it.
 
@@ -289,9 +290,10 @@ def start(
         position.
       seeds: one number a row; its text depends on the key and this alone (0, 1, ...).
       cache_size: slots a row, S; None takes what is needed, rounded up.
+      width: tokens that prompts are padded to, for one compiled prefill over many calls.
     """
     config = model.target.config
-    tokens, lengths = pad_prompts(prompts)
+    tokens, lengths = pad_prompts(prompts, width)
     N = model.drafter.tree.num_nodes
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be >= 1, got {max_new_tokens}.")

@@ -51,8 +51,11 @@ def write(
 
     The caller guarantees start + T <= S: XLA would move a block that does not fit.
     """
+    new = new.astype(slots.dtype)
+    if slots.shape[0] == 1:  # stays in place inside a loop, where the vmapped form copies
+        return jax.lax.dynamic_update_slice(slots, new, (0, 0, start[0], 0))
     update = jax.vmap(lambda s, n, i: jax.lax.dynamic_update_slice(s, n, (0, i, 0)))
-    return update(slots, new.astype(slots.dtype), start)
+    return update(slots, new, start)
 
 
 def commit(

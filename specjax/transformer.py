@@ -93,7 +93,7 @@ class Block(NamedTuple):
     sin: Float[Array, "B T E"]
     query_positions: Int[Array, "B T"]
     key_positions: Int[Array, "B S"]
-    mask: Bool[Array, "#B T S"]
+    mask: Bool[Array, "#B Q S"]  # repeated for the query heads of a kv head
     start: Int[Array, "B"] | None  # slot of the first token; None = no cache
 
 
@@ -117,7 +117,7 @@ class Attention(nn.Module):
 
         # The G query heads of a kv head lie beside its k and v: one product, and the
         # whole matrix is split over K by a tensor-parallel mesh.
-        qkv = dense(x, self.param("qkv", normal, (D, K, G + 2, E)))
+        qkv = dense(x, self.param("qkv", normal, (K, G + 2, E, D)))
         if c.qkv_bias:
             qkv = qkv + self.param("qkv_bias", zeros, (K, G + 2, E))[None, None]
         q, k, v = qkv[..., :G, :], qkv[..., G, :], qkv[..., G + 1, :]
@@ -136,11 +136,11 @@ class Attention(nn.Module):
         mask = block.mask
         if self.window is not None:
             distance = block.query_positions[..., None] - block.key_positions[:, None]
-            mask = mask & (distance < self.window)
-        out = attend(group_queries(q, K), k, v, jnp.tile(mask, (1, G, 1)))
+            mask = mask & jnp.tile(distance < self.window, (1, G, 1))
+        out = attend(group_queries(q, K), k, v, mask)
         out = ungroup_queries(out, T)
 
-        out = dense(out, self.param("out", normal, (c.num_heads * E, D)))
+        out = dense(out, self.param("out", normal, (D, c.num_heads * E)))
         if c.out_bias:
             out = out + self.param("out_bias", zeros, (D,))[None, None]
         return out, (k, v)
@@ -165,7 +165,7 @@ class Layer(nn.Module):
 class Transformer(nn.Module):
     """The stack with its embedding and head.
 
-    Parameters: `embed` [V D], `layer_{i}`, `norm`, and `head` [D V] if it is not tied.
+    Parameters: `embed` [V D], `layer_{i}`, `norm`, and `head` [V D] if it is not tied.
     """
 
     config: TransformerConfig
@@ -177,7 +177,7 @@ class Transformer(nn.Module):
         self.layer = [Layer(c, c.window(i)) for i in range(c.num_layers)]
         self.norm = RMSNorm(c.norm_eps)
         if not c.tie_embeddings:
-            self.param("head", normal, (c.width, c.vocab_size))  # read by `tables`
+            self.param("head", normal, (c.vocab_size, c.width))  # read by `tables`
 
     def __call__(
         self,
@@ -222,6 +222,7 @@ class Transformer(nn.Module):
 def locate(config, shape, cache, ancestors, depths) -> Block:
     """Positions, angles and visibility of a pass."""
     B, T = shape
+    groups = config.num_heads // config.num_kv_heads
     ancestors = np.tri(T, dtype=bool) if ancestors is None else ancestors
     ancestors = jnp.asarray(ancestors)
     ancestors = ancestors if ancestors.ndim == 3 else ancestors[None]
@@ -229,7 +230,8 @@ def locate(config, shape, cache, ancestors, depths) -> Block:
     depths = jnp.broadcast_to(depths, (B, T))
     if cache is None:
         cos, sin = rotary(config.rope, depths, config.head_width)
-        return Block(cos, sin, depths, depths, ancestors, None)
+        mask = jnp.tile(ancestors, (1, groups, 1))
+        return Block(cos, sin, depths, depths, mask, None)
 
     start = cache.length
     positions = start[:, None] + depths
@@ -242,7 +244,7 @@ def locate(config, shape, cache, ancestors, depths) -> Block:
         jnp.broadcast_to(index[:, None], (B, T, cache.size)),
         axis=2,
     )
-    mask = (node < 0)[:, None] | (inside[:, None] & seen)
+    mask = jnp.tile((node < 0)[:, None] | (inside[:, None] & seen), (1, groups, 1))
     key_positions = jnp.where(
         inside, jnp.take_along_axis(positions, index, axis=1), slot[None]
     )
@@ -255,14 +257,14 @@ class Shared:
     """The tables of a model; drafters read the target's and never train them."""
 
     embed: Float[Array, "V D"]
-    head: Float[Array, "D V"]
+    head: Float[Array, "V D"]
 
     def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
         """The head in float32: ties in bf16 would change greedy output."""
-        return jnp.dot(hidden, self.head, preferred_element_type=jnp.float32)
+        return dense(hidden, self.head, jnp.float32)
 
 
 def tables(config: TransformerConfig, params: Params) -> Shared:
     """Embedding and head of a stack's parameters, whether tied or not."""
-    head = params["embed"].T if config.tie_embeddings else params["head"]
+    head = params["embed" if config.tie_embeddings else "head"]
     return Shared(embed=params["embed"], head=head)

@@ -73,9 +73,9 @@ class BlockAttention(nn.Module):
         d = self.drafter
         normal = nn.initializers.normal(0.02)
         D, E = d.width, d.head_width
-        self.q = self.param("q", normal, (D, d.num_heads, E))
-        self.kv = self.param("kv", normal, (D, 2, d.num_kv_heads, E))
-        self.out = self.param("out", normal, (d.num_heads * E, D))
+        self.q = self.param("q", normal, (d.num_heads, E, D))
+        self.kv = self.param("kv", normal, (2, d.num_kv_heads, E, D))
+        self.out = self.param("out", normal, (D, d.num_heads * E))
         self.q_norm, self.k_norm = RMSNorm(d.norm_eps), RMSNorm(d.norm_eps)
 
     def keys_values(self, x: Float[Array, "B T D"], at: Angles):
@@ -123,7 +123,7 @@ class Net(nn.Module):
     def setup(self):
         d = self.drafter
         M = len(d.target_layer_ids)
-        self.fc = self.param("fc", nn.initializers.normal(0.02), (M * d.width, d.width))
+        self.fc = self.param("fc", nn.initializers.normal(0.02), (d.width, M * d.width))
         self.hidden_norm, self.norm = RMSNorm(d.norm_eps), RMSNorm(d.norm_eps)
         self.layer = [BlockLayer(d) for _ in range(d.num_layers)]
 

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 
 from specjax.drafters import base
 from specjax.drafters.base import Batch, Card, Draft
+from specjax.layers import dense
 from specjax.pytree import pytree
 from specjax.transformer import Shared, TransformerConfig
 from specjax.tree import Tree
@@ -44,9 +45,9 @@ class Heads(nn.Module):
 
     @nn.compact
     def __call__(
-        self, f: Float[Array, "*B D"], head: Float[Array, "D V"]
+        self, f: Float[Array, "*B D"], head: Float[Array, "V D"]
     ) -> Float[Array, "*B G V"]:
-        G, (D, V) = self.gamma, head.shape
+        G, (V, D) = self.gamma, head.shape
 
         def uniform(key, shape, dtype=jnp.float32):
             return jax.random.uniform(key, shape, dtype, -(D**-0.5), D**-0.5)
@@ -57,12 +58,12 @@ class Heads(nn.Module):
 
         w = self.param("w", nn.initializers.zeros, (G, D, D))
         b = self.param("b", uniform, (G, D))
-        x = jnp.einsum("...D,GDE->...GE", f, w)
+        x = jnp.einsum("...D,GED->...GE", f, w)
         z = f[..., None, :] + jax.nn.silu(x + jnp.broadcast_to(b, x.shape))
         if self.share_head:
-            return jnp.dot(z, head, preferred_element_type=jnp.float32)
-        u = self.param("u", copied, (G, D, V))
-        return jnp.einsum("...GD,GDV->...GV", z, u, preferred_element_type=jnp.float32)
+            return dense(z, head, jnp.float32)
+        u = self.param("u", copied, (G, V, D))
+        return jnp.einsum("...GD,GVD->...GV", z, u, preferred_element_type=jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +102,7 @@ class Medusa:
         return (-1,)
 
     def init(self, key: PRNGKey, shared: Shared) -> Params:
-        f = jnp.zeros((1, shared.head.shape[0]), shared.head.dtype)
+        f = jnp.zeros((1, shared.head.shape[1]), shared.head.dtype)
         return Heads(self.gamma, self.share_head).init(key, f, shared.head)["params"]
 
     def logits(

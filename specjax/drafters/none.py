@@ -30,7 +30,7 @@ class NoDrafter:
 
     def draft(self, params, shared, state, anchor, sampling, keys):
         del params, sampling, keys
-        B, V = anchor.shape[0], shared.head.shape[1]
+        B, V = anchor.shape[0], shared.head.shape[0]
         nothing = Draft(tokens=jnp.zeros((B, 0), jnp.int32), probs=jnp.zeros((B, 0, V)))
         return nothing, state
 

@@ -1,0 +1,317 @@
+"""The main job: what each drafter is worth on a target, measured.
+
+For every drafter, task and temperature the same held-out prompts are decoded with the
+drafter and by the plain loop of the same engine. With t the time of a plain round (one
+pass of one token), all read in one run on one machine:
+
+    verify_ratio v  time of a round of N nodes whose draft costs nothing, over t
+    draft_cost c    time that the drafter adds to that round (draft and commit), over t
+    predicted       tau / (v + c)
+    measured        tokens per second with the drafter over tokens per second without
+
+Prefill is outside all of them: both sides pay it alike.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import metrics
+from specjax.drafters.base import Draft
+from specjax.drafters.none import NoDrafter
+from specjax.generate import (
+    Generation,
+    Model,
+    Weights,
+    advance,
+    autoregressive,
+    finish,
+    start,
+)
+from specjax.metrics import Trace
+from specjax.sampling import Sampling
+from specjax.targets.base import Pretrained
+from specjax.tree import Tree
+
+TIE = 1e-3  # logits closer than this may swap between passes of different width
+
+
+@dataclasses.dataclass(frozen=True)
+class FreeDrafter(NoDrafter):
+    """Proposes the anchor G times at no cost: a round with it is the verify pass."""
+
+    gamma: int = 1
+
+    @property
+    def tree(self) -> Tree:
+        return Tree.chain(self.gamma)
+
+    def draft(self, params, shared, state, anchor, sampling, keys):
+        del params, sampling, keys
+        tokens = jnp.repeat(anchor[:, None], self.gamma, axis=1)
+        probs = jax.nn.one_hot(tokens, shared.head.shape[0])
+        return Draft(tokens=tokens, probs=probs), state
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What to decode and how; part of the result."""
+
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    num_prompts: int = 8  # a task
+    max_new_tokens: int = 96
+    batch_size: int = 1
+    seed: int = 0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    timing_rounds: int = 48  # rounds a repeat of the cost measurement
+    timing_repeats: int = 5
+
+    def __post_init__(self):
+        for name in ("num_prompts", "max_new_tokens", "batch_size", "timing_rounds"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"bench needs {name} >= 1, got {getattr(self, name)}.")
+
+    def sampling(self, temperature: float) -> Sampling:
+        return Sampling(temperature, self.top_k, self.top_p, self.min_p)
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """Seconds of a round."""
+
+    plain: float  # no drafter
+    verify: float  # N nodes, free draft
+    whole: float  # with the drafter
+
+    @property
+    def verify_ratio(self) -> float:
+        return self.verify / self.plain
+
+    @property
+    def draft_cost(self) -> float:
+        return max(0.0, self.whole - self.verify) / self.plain
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One way of decoding all prompts of a task."""
+
+    generations: list[Generation]  # one a batch
+    seconds: float  # rounds alone, prefill left out
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        return [row for g in self.generations for row in g.tokens]
+
+    @property
+    def trace(self) -> Trace:
+        """All rows beside each other, padded to the longest run."""
+        traces = [g.trace for g in self.generations]
+        R = max(t.num_accepted.shape[1] for t in traces)
+
+        def pad(x):
+            space = [(0, 0), (0, R - x.shape[1])] + [(0, 0)] * (x.ndim - 2)
+            return np.pad(x, space)
+
+        return jax.tree.map(lambda *xs: np.concatenate([pad(x) for x in xs]), *traces)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return float(self.trace.num_committed.sum()) / self.seconds
+
+
+class Bench:
+    """Times one target; holds what all of its rows share."""
+
+    def __init__(
+        self,
+        pretrained: Pretrained,
+        tasks: dict[str, Sequence[str]],
+        settings: Settings,
+    ):
+        self.pretrained, self.settings = pretrained, settings
+        tokenizer = pretrained.tokenizer
+        self.tasks = {
+            task: [tokenizer.chat([{"role": "user", "content": p}]) for p in prompts]
+            for task, prompts in tasks.items()
+        }
+        every = [p for prompts in self.tasks.values() for p in prompts]
+        longest = max(map(len, every))
+        room = pretrained.target.config.max_positions - longest
+        if room < settings.max_new_tokens:
+            raise ValueError(
+                f"the longest prompt has {longest} tokens and leaves {max(room, 0)} of "
+                f"the target's {pretrained.target.config.max_positions} positions; "
+                f"max_new_tokens={settings.max_new_tokens} does not fit."
+            )
+        self.width = -(-longest // 32) * 32  # one prompt shape: compiled once
+        needed = max(self.width, longest + settings.max_new_tokens) + 32
+        self.cache_size = -(-needed // 128) * 128
+
+    def model(self, drafter: Any, temperature: float) -> Model:
+        return Model(
+            self.pretrained.target,
+            drafter,
+            self.settings.sampling(temperature),
+            self.pretrained.stop_ids,
+        )
+
+    def batches(self, task: str) -> list[list[list[int]]]:
+        prompts, size = self.tasks[task], self.settings.batch_size
+        groups = [prompts[i : i + size] for i in range(0, len(prompts), size)]
+        if len(groups) > 1 and len(groups[-1]) < size:
+            groups.pop()  # one batch shape; said in `bench`'s settings by num_prompts
+        return groups
+
+    def start(self, model: Model, weights: Weights, prompts, offset: int):
+        return start(
+            model,
+            weights,
+            prompts,
+            max_new_tokens=self.settings.max_new_tokens,
+            key=jax.random.key(self.settings.seed),
+            seeds=[offset + i for i in range(len(prompts))],
+            cache_size=self.cache_size,
+            width=self.width,
+        )
+
+    def decode(self, model: Model, weights: Weights, prompts, offset: int):
+        """Decodes one batch; returns it with the seconds its rounds took."""
+        progress = jax.block_until_ready(self.start(model, weights, prompts, offset))
+        began = time.perf_counter()
+        everything = jnp.asarray(self.settings.max_new_tokens)
+        progress = jax.block_until_ready(advance(model, weights, progress, everything))
+        return finish(model, progress), time.perf_counter() - began
+
+    def paired(self, model: Model, weights: Weights, task: str) -> tuple[Run, Run]:
+        """Decodes a task with the drafter and without, batch by batch in turn.
+
+        What else the machine does meanwhile then falls on both alike.
+        """
+        plain_weights = Weights(self.pretrained.params, None)
+        ways = ((model, weights), (autoregressive(model), plain_weights))
+        batches = self.batches(task)
+        for way in ways:  # compile outside the timing
+            self.decode(*way, batches[0], 0)
+        done, offset = [], 0
+        for prompts in batches:
+            done.append([self.decode(*way, prompts, offset) for way in ways])
+            offset += len(prompts)
+        drafted, plain = (
+            Run([g for g, _ in results], sum(s for _, s in results))
+            for results in zip(*done, strict=True)
+        )
+        return drafted, plain
+
+    def seconds_per_round(self, model: Model, weights: Weights, prompts) -> float:
+        """Median over repeats of rounds that never end a row."""
+        endless = dataclasses.replace(model, stop_ids=())
+        rounds = min(
+            self.settings.timing_rounds,
+            max(1, (self.settings.max_new_tokens - 1) // model.drafter.tree.num_nodes),
+        )
+        times = []
+        for _ in range(self.settings.timing_repeats + 1):  # the first one compiles
+            progress = jax.block_until_ready(self.start(endless, weights, prompts, 0))
+            began = time.perf_counter()
+            progress = advance(endless, weights, progress, jnp.asarray(rounds))
+            ran = int(jax.block_until_ready(progress).num_rounds)
+            times.append((time.perf_counter() - began) / ran)
+        return float(np.median(times[1:]))
+
+    def costs(self, drafter: Any, params: Any, temperature: float) -> Costs:
+        prompts = self.batches(next(iter(self.tasks)))[0]
+        target = self.pretrained.params
+        free = Weights(target, None)
+        verifier = FreeDrafter(gamma=drafter.gamma)
+        return Costs(
+            plain=self.seconds_per_round(
+                self.model(NoDrafter(), temperature), free, prompts
+            ),
+            verify=self.seconds_per_round(
+                self.model(verifier, temperature), free, prompts
+            ),
+            whole=self.seconds_per_round(
+                self.model(drafter, temperature), Weights(target, params), prompts
+            ),
+        )
+
+    def rows(
+        self,
+        name: str,
+        drafter: Any,
+        params: Any,
+        temperature: float,
+        lossless: Callable[[str, float], bool],
+        tick: Callable[[str], None] = lambda what: None,
+    ) -> list[dict[str, Any]]:
+        """All tasks of one drafter at one temperature."""
+        model = self.model(drafter, temperature)
+        weights = Weights(self.pretrained.params, params)
+        tick(f"{name} costs T={temperature:g}")
+        costs = self.costs(drafter, params, temperature)
+        rows = []
+        for task in self.tasks:
+            tick(f"{name} {task} T={temperature:g}")
+            run, plain = self.paired(model, weights, task)
+            tau = metrics.tau(run.trace)
+            low, high = metrics.bootstrap_tau(run.trace, self.settings.seed)
+            same = (
+                self.same_text(plain.tokens, run.tokens, task)
+                if model.sampling.greedy
+                else lossless(name, temperature)
+            )
+            rows.append(
+                {
+                    "drafter": name,
+                    "task": task,
+                    "temperature": temperature,
+                    "gamma": drafter.gamma,
+                    "rounds": int(metrics.num_rounds(run.trace).sum()),
+                    "tokens": int(run.trace.num_committed.sum()),
+                    "tau": tau,
+                    "tau_low": low,
+                    "tau_high": high,
+                    "alpha_by_position": metrics.alpha_by_position(run.trace),
+                    "draft_cost": costs.draft_cost,
+                    "verify_ratio": costs.verify_ratio,
+                    "speedup_predicted": metrics.speedup(
+                        tau, costs.draft_cost, costs.verify_ratio
+                    ),
+                    "speedup_measured": run.tokens_per_second / plain.tokens_per_second,
+                    "lossless": bool(same),
+                }
+            )
+        return rows
+
+    def same_text(self, plain, drafted, task: str) -> bool:
+        """Greedy text is the baseline's; a true tie of the target may go either way.
+
+        Passes of different width round differently, so where the texts part the two
+        tokens must both be within `TIE` of the target's largest logit.
+        """
+        return all(
+            self._agree(prompt, a, b)
+            for prompt, a, b in zip(self.tasks[task], plain, drafted, strict=False)
+        )
+
+    def _agree(self, prompt: list[int], a: list[int], b: list[int]) -> bool:
+        if a == b:
+            return True
+        same = next(
+            (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None
+        )
+        if same is None:
+            return False  # one is a prefix of the other: an end was missed
+        target, params = self.pretrained.target, self.pretrained.params
+        tokens = jnp.asarray([prompt + a[:same]])
+        logits = target.logits(params, target(params, tokens).hidden[0, -1])
+        best = float(jnp.max(logits))
+        return bool(best - float(logits[a[same]]) < TIE > best - float(logits[b[same]]))

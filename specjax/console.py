@@ -1,0 +1,176 @@
+"""What a person sees in the terminal: tables, marked text, progress."""
+
+import json
+import math
+import os
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from specjax.generate import Generation
+
+ACCEPTED, OWN, REJECTED = "accepted", "own", "rejected"
+STYLES = {ACCEPTED: "green", OWN: "bold", REJECTED: "red dim strike"}
+BRACKETS = {ACCEPTED: ("{", "}"), OWN: ("", ""), REJECTED: ("~", "~")}
+
+
+def write_json(path: str | pathlib.Path, value: Any) -> None:
+    """Writes beside and renames; numbers that JSON lacks become null."""
+    path = pathlib.Path(path)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(
+            f"no folder {path.parent} to write {path.name} in; create it first."
+        )
+    beside = path.with_name(path.name + ".partial")
+    beside.write_text(json.dumps(_finite(value), indent=2) + "\n", "utf-8")
+    os.replace(beside, path)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def fates(result: Generation, row: int = 0) -> list[tuple[int, str]]:
+    """Each token of a row with its fate, rejected drafts where they were refused.
+
+    The first token is the prefill's and the target's own; of a round, accepted drafts
+    come first, then the draft that was refused and all after it, then the bonus.
+    """
+    trace, tokens = result.trace, result.tokens[row]
+    told, at = [(t, OWN) for t in tokens[:1]], 1
+    for accepted, committed, refused, drafted in zip(
+        trace.num_accepted[row],
+        trace.num_committed[row],
+        trace.rejected[row],
+        trace.drafted[row],
+        strict=True,
+    ):
+        if committed == 0:
+            break
+        new = tokens[at : at + committed]
+        at += committed
+        told += [(t, ACCEPTED) for t in new[:accepted]]
+        if refused:
+            told += [(int(t), REJECTED) for t in drafted[accepted:]]
+        told += [(t, OWN) for t in new[accepted:]]
+    return told
+
+
+class Marker:
+    """Prints a growing text piece by piece, each token in the style of its fate."""
+
+    def __init__(self, tokenizer: Any, console: Console, marks: str):
+        self.console, self.marks, self.tokenizer = console, marks, tokenizer
+        self.stream = tokenizer.stream()
+        self.shown = 0
+
+    def show(self, told: Sequence[tuple[int, str]]) -> None:
+        """Prints what is new in `told`, whole characters only."""
+        for kind, group in _groups(told[self.shown :]):
+            if kind == REJECTED:
+                text = self.tokenizer.decode(group)
+                if self.marks != "none":
+                    self._print(text, kind)
+            else:
+                self._print(self.stream.push(group), kind)
+        self.shown = len(told)
+
+    def close(self) -> None:
+        self._print(self.stream.close() + "\n", OWN)
+
+    def _print(self, text: str, kind: str) -> None:
+        if not text:
+            return
+        if self.marks == "colour":
+            self.console.print(Text(text, STYLES[kind]), end="", soft_wrap=True)
+        else:
+            left, right = BRACKETS[kind] if self.marks == "brackets" else ("", "")
+            self.console.out(left + text + right, end="", highlight=False)
+
+
+def _groups(told) -> Iterator[tuple[str, list[int]]]:
+    kind, group = None, []
+    for token, fate in told:
+        if fate != kind and group:
+            yield str(kind), group
+            group = []
+        kind = fate
+        group.append(token)
+    if group:
+        yield str(kind), group
+
+
+def bench_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
+    """The main job's table; one row per drafter, task and temperature."""
+    table = Table(title=title, title_justify="left", header_style="bold")
+    for name, justify in (
+        ("drafter", "left"),
+        ("task", "left"),
+        ("T", "right"),
+        ("gamma", "right"),
+        ("tau [95 %]", "right"),
+        ("acceptance by position", "left"),
+        ("c", "right"),
+        ("v", "right"),
+        ("predicted", "right"),
+        ("measured", "right"),
+        ("lossless", "center"),
+    ):
+        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    before = None
+    for r in rows:
+        group = (r["drafter"], r["temperature"])
+        if before not in (None, group):
+            table.add_section()
+        before = group
+        table.add_row(
+            r["drafter"],
+            r["task"],
+            f"{r['temperature']:g}",
+            str(r["gamma"]),
+            f"{r['tau']:.2f} [{r['tau_low']:.2f}, {r['tau_high']:.2f}]",
+            " ".join(_alpha(a) for a in r["alpha_by_position"]),
+            f"{r['draft_cost']:.2f}",
+            f"{r['verify_ratio']:.2f}",
+            f"{r['speedup_predicted']:.2f}x",
+            f"{r['speedup_measured']:.2f}x",
+            "yes" if r["lossless"] else "[bold red]NO[/]",
+        )
+    return table
+
+
+def _alpha(value: float) -> str:
+    return "-" if np.isnan(value) else f"{value:.2f}".removeprefix("0")
+
+
+def markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """The same table for a README: means over tasks, one row per drafter and T."""
+    lines = [
+        "| drafter | T | gamma | tau code / math / chat | c | v | predicted | measured "
+        "| lossless |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    groups: dict[tuple[str, float], list[dict[str, Any]]] = {}
+    for r in rows:
+        groups.setdefault((r["drafter"], r["temperature"]), []).append(r)
+    for (name, temperature), mine in groups.items():
+        mean = lambda key, mine=mine: float(np.mean([r[key] for r in mine]))
+        lines.append(
+            f"| `{name}` | {temperature:g} | {mine[0]['gamma']} | "
+            + " / ".join(f"{r['tau']:.2f}" for r in mine)
+            + f" | {mean('draft_cost'):.2f} | {mean('verify_ratio'):.2f} | "
+            f"{mean('speedup_predicted'):.2f}x | {mean('speedup_measured'):.2f}x | "
+            f"{'yes' if all(r['lossless'] for r in mine) else '**no**'} |"
+        )
+    return "\n".join(lines)
