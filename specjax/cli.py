@@ -73,10 +73,10 @@ def _load_drafter(spec: str, target_name: str, pretrained: Any):
 
 
 def _with_gamma(drafter: Any, gamma: int | None) -> Any:
-    """Drafts fewer tokens than trained for; more only where the weights allow it."""
+    """Drafts another number of tokens; the drafter refuses what its weights cannot."""
     if gamma is None or gamma == drafter.gamma:
         return drafter
-    return drafter.with_gamma(gamma)
+    return dataclasses.replace(drafter, gamma=gamma)
 
 
 def _versions() -> dict[str, str]:

@@ -30,7 +30,7 @@ from specjax.metrics import Trace
 from specjax.pytree import pytree
 from specjax.sampling import Sampling
 from specjax.typing import Array, Bool, Int, Keys, Params, PRNGKey
-from specjax.verify import PAD, Verdict
+from specjax.verify import PAD
 
 RUNNING, EOS, LENGTH = 0, 1, 2
 REASONS = {RUNNING: "running", EOS: "eos", LENGTH: "length"}
@@ -152,32 +152,24 @@ def _round(model: Model, weights: Weights, progress: Progress) -> Progress:
         )
 
     with jax.named_scope("commit"):
-        verdict = Verdict(
-            num_accepted=jnp.where(running, verdict.num_accepted, -1),
-            tokens=verdict.tokens,
-            valid=verdict.valid | ~running,
-        )
-        cache = kv_cache.commit(out.cache, None, verdict.num_committed)
-        state = drafter.commit(
-            weights.drafter, shared, state, verdict, nodes, out.features
-        )
+        n, i = verdict.num_accepted, progress.num_rounds
         fields, count = _append(
             progress, verdict.tokens, model.stop_ids, verdict.num_committed
         )
-        n, i = verdict.num_accepted, progress.num_rounds
-        bonus = jnp.take_along_axis(verdict.tokens, jnp.maximum(n, 0)[:, None], axis=1)[
-            :, 0
-        ]
-        whole = count == verdict.num_committed  # not cut by a stop id or the limit
+        bonus = jnp.take_along_axis(verdict.tokens, n[:, None], axis=1)[:, 0]
+        # What a stop id or the limit cut off is not committed either: count - 1 drafts
+        # and, on a row that had ended, nothing at all (-1).
+        kept = dataclasses.replace(verdict, num_accepted=count - 1)
+        cache = kv_cache.commit(out.cache, None, kept.num_committed)
+        state = drafter.commit(
+            weights.drafter, shared, state, kept, nodes, out.features
+        )
+        whole = count == verdict.num_committed
         trace = progress.trace
         trace = Trace(
-            num_accepted=trace.num_accepted.at[:, i].set(
-                jnp.maximum(jnp.minimum(n, count), 0)
-            ),
+            num_accepted=trace.num_accepted.at[:, i].set(jnp.minimum(n, count)),
             num_committed=trace.num_committed.at[:, i].set(count),
-            rejected=trace.rejected.at[:, i].set(
-                running & whole & (n < draft.tokens.shape[1])
-            ),
+            rejected=trace.rejected.at[:, i].set(whole & (n < draft.tokens.shape[1])),
             drafted=trace.drafted.at[:, i].set(draft.tokens),
         )
     return dataclasses.replace(
@@ -187,7 +179,7 @@ def _round(model: Model, weights: Weights, progress: Progress) -> Progress:
         anchor=jnp.where(running, bonus, progress.anchor),
         num_rounds=i + 1,
         trace=trace,
-        valid=progress.valid & verdict.valid,
+        valid=progress.valid & (verdict.valid | ~running),
         **fields,
     )
 

@@ -49,9 +49,14 @@ def write(
 ) -> Float[Array, "B K S E"]:
     """Writes T new entries of each row at that row's `start`.
 
-    The caller guarantees start + T <= S: XLA would move a block that does not fit.
+    The caller guarantees start + max(T, 2) <= S: XLA would move a block that does not
+    fit. A single entry is written with a zero behind it, in a slot that does not exist
+    yet: XLA's CPU compiler copies the whole cache around an update of one slot (240
+    copies a pass at SmolLM2's shape, none around an update of two).
     """
     new = new.astype(slots.dtype)
+    if new.shape[2] == 1:
+        new = jnp.pad(new, ((0, 0), (0, 0), (0, 1), (0, 0)))
     if slots.shape[0] == 1:  # stays in place inside a loop, where the vmapped form copies
         return jax.lax.dynamic_update_slice(slots, new, (0, 0, start[0], 0))
     update = jax.vmap(lambda s, n, i: jax.lax.dynamic_update_slice(s, n, (0, i, 0)))

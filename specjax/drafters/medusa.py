@@ -40,6 +40,7 @@ class State:
 class Heads(nn.Module):
     """Eq. 1 and 2 before the softmax, all heads at once."""
 
+    num_heads: int
     gamma: int
     share_head: bool
 
@@ -47,7 +48,7 @@ class Heads(nn.Module):
     def __call__(
         self, f: Float[Array, "*B D"], head: Float[Array, "V D"]
     ) -> Float[Array, "*B G V"]:
-        G, (V, D) = self.gamma, head.shape
+        G, M, (V, D) = self.gamma, self.num_heads, head.shape
 
         def uniform(key, shape, dtype=jnp.float32):
             return jax.random.uniform(key, shape, dtype, -(D**-0.5), D**-0.5)
@@ -56,13 +57,13 @@ class Heads(nn.Module):
             del key
             return jnp.broadcast_to(head, shape)
 
-        w = self.param("w", nn.initializers.zeros, (G, D, D))
-        b = self.param("b", uniform, (G, D))
+        w = self.param("w", nn.initializers.zeros, (M, D, D))[:G]
+        b = self.param("b", uniform, (M, D))[:G]
         x = jnp.einsum("...D,GED->...GE", f, w)
         z = f[..., None, :] + jax.nn.silu(x + jnp.broadcast_to(b, x.shape))
         if self.share_head:
             return dense(z, head, jnp.float32)
-        u = self.param("u", copied, (G, V, D))
+        u = self.param("u", copied, (M, V, D))[:G]
         return jnp.einsum("...GD,GVD->...GV", z, u, preferred_element_type=jnp.float32)
 
 
@@ -78,19 +79,28 @@ class Medusa:
         year=2024,
     )
 
-    gamma: int = 4  # heads = drafted tokens per round
+    gamma: int = 4  # drafted tokens per round, at most num_heads
+    num_heads: int = 4
     decay: float = 0.8  # head k weighs decay^k in the loss
     share_head: bool = False  # True: no U_k, every head ends in the target's own head
 
     def __post_init__(self):
         if self.gamma < 1:
             raise ValueError(f"medusa needs gamma >= 1, got {self.gamma}.")
+        if self.gamma > self.num_heads:
+            raise ValueError(
+                f"medusa drafts one token a head: gamma={self.gamma} exceeds "
+                f"num_heads={self.num_heads}. Train more heads."
+            )
         if not 0 < self.decay <= 1:
             raise ValueError(f"medusa needs 0 < decay <= 1, got {self.decay}.")
 
     @classmethod
     def for_target(cls, config: TransformerConfig, mask_token_id, **fields):
+        """As many heads as tokens are drafted, unless `num_heads` says otherwise."""
         del config, mask_token_id
+        if "gamma" in fields:
+            fields = {"num_heads": fields["gamma"]} | fields
         return cls(**fields)
 
     @property
@@ -103,12 +113,16 @@ class Medusa:
 
     def init(self, key: PRNGKey, shared: Shared) -> Params:
         f = jnp.zeros((1, shared.head.shape[1]), shared.head.dtype)
-        return Heads(self.gamma, self.share_head).init(key, f, shared.head)["params"]
+        return self._heads(self.gamma).init(key, f, shared.head)["params"]
+
+    def _heads(self, gamma: int) -> Heads:
+        return Heads(self.num_heads, gamma, self.share_head)
 
     def logits(
-        self, params: Params, shared: Shared, f: Float[Array, "*B D"]
+        self, params: Params, shared: Shared, f: Float[Array, "*B D"], gamma: int
     ) -> Float[Array, "*B G V"]:
-        heads = Heads(self.gamma, self.share_head)
+        """Laws of the first gamma heads, before the softmax."""
+        heads = self._heads(gamma)
         return heads.apply({"params": params}, f, shared.head)  # pyright: ignore[reportReturnType]
 
     def prefill(self, params, shared, tokens, lengths, features, cache_size) -> State:
@@ -118,7 +132,7 @@ class Medusa:
 
     def draft(self, params, shared, state, anchor, sampling, keys):
         del anchor  # The heads never look at the anchor token.
-        logits = self.logits(params, shared, state.feature)
+        logits = self.logits(params, shared, state.feature, self.gamma)
         tokens, probs = base.draw(sampling, logits, keys)
         return Draft(tokens=tokens, probs=probs), state
 
@@ -130,10 +144,10 @@ class Medusa:
     def loss(self, params, shared: Shared, batch: Batch, key: PRNGKey):
         """Eq. 3, each head averaged over the positions whose label is to be learned."""
         del key
-        logits = self.logits(params, shared, batch.features)  # [B T G V]
+        logits = self.logits(params, shared, batch.features, self.num_heads)
         target = shared.logits(batch.hidden)
         ces, alphas = [], []
-        for k in range(1, self.gamma + 1):
+        for k in range(1, self.num_heads + 1):
             label, wanted = (
                 base.shift(batch.tokens, 1 + k),
                 base.shift(batch.mask, 1 + k),
@@ -143,6 +157,6 @@ class Medusa:
             alphas.append(
                 base.masked_mean(base.overlap(q, base.shift(target, k)), wanted)
             )
-        weights = self.decay ** jnp.arange(1, self.gamma + 1, dtype=jnp.float32)
+        weights = self.decay ** jnp.arange(1, self.num_heads + 1, dtype=jnp.float32)
         ce = jnp.stack(ces)
         return jnp.sum(weights * ce), {"ce": ce, "alpha": jnp.stack(alphas)}
