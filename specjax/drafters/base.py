@@ -11,7 +11,7 @@ verifier; the drafter owns a private `State` that the engine only carries:
 """
 
 import dataclasses
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +53,7 @@ class Batch:
     hidden: Float[Array, "B T D"]  # the state that the target's head reads
 
 
+@runtime_checkable
 class Drafter(Protocol):
     """See the module's docstring. Batch first; `keys` has one key a row.
 

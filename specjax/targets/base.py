@@ -1,7 +1,7 @@
 """What the engine and the drafters may ask of a target."""
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 
@@ -10,6 +10,7 @@ from specjax.transformer import Output, Shared, TransformerConfig
 from specjax.typing import Array, Float, Params, PRNGKey
 
 
+@runtime_checkable
 class Target(Protocol):
     """A decoder as pure functions of a parameter tree: frozen, hashable, no arrays.
 
