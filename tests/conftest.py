@@ -28,7 +28,7 @@ install_import_hook("specjax", "beartype.beartype")  # before any import of spec
 # Compiled programs are kept between runs; the folder may be deleted at any time.
 CACHE = Path(tempfile.gettempdir()) / f"specjax-test-cache-{os.getuid()}"
 jax.config.update("jax_compilation_cache_dir", str(CACHE))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def pytest_configure(config):

@@ -1,0 +1,323 @@
+"""One battery for every drafter of the registry, through the protocol alone.
+
+States are private to a drafter, so two states are compared by what they lead to: the
+laws and tokens drafted from them, and by their leaves, slots past a cache's length
+masked.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from specjax import drafters, testing
+from specjax.drafters.base import Batch
+from specjax.drafters.draft_model import DraftModel
+from specjax.generate import Model, Weights, advance, autoregressive, generate, prefill
+from specjax.kv_cache import KVCache
+from specjax.sampling import GREEDY, Sampling
+from specjax.verify import Verdict
+
+SAMPLED = Sampling()
+SLOTS, WIDTH = 40, 20  # cache slots; longest text
+NAMES = list(drafters.REGISTRY)
+TEXTS = jnp.asarray(np.random.default_rng(0).integers(0, 22, (3, WIDTH)), jnp.int32)
+
+
+class Kit:
+    """A tiny target with one drafter and its compiled calls, shared by the tests."""
+
+    def __init__(self, name, wrap=lambda drafter: drafter):
+        self.target, self.params = testing.tiny_target()
+        self.shared = self.target.shared(self.params)
+        drafter, weights = testing.tiny_drafter(name, self.target, self.params)
+        drafter = wrap(drafter)
+        self.drafter, self.weights = drafter, testing.perturb(weights)
+        self.run = jax.jit(functools.partial(self.target, taps=drafter.taps))
+        self.prefill = jax.jit(drafter.prefill, static_argnums=5)
+        self.draft = jax.jit(drafter.draft, static_argnums=4)
+        self.commit = jax.jit(drafter.commit)
+
+        def loss(weights, params, batch, key):
+            return drafter.loss(weights, self.target.shared(params), batch, key)
+
+        self.grad = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+        self.out = self.run(self.params, TEXTS)
+
+    def read(self, lengths, tokens=TEXTS, out=None):
+        out = self.out if out is None else out
+        return self.prefill(
+            self.weights, self.shared, tokens, jnp.asarray(lengths), out.features, SLOTS
+        )
+
+    def propose(self, state, anchor, sampling=SAMPLED, seed=0):
+        keys = jax.random.split(jax.random.key(seed), len(anchor))
+        return self.draft(self.weights, self.shared, state, anchor, sampling, keys)
+
+    def batch(self, tokens=TEXTS, mask=None):
+        out = self.run(self.params, tokens)
+        mask = jnp.arange(tokens.shape[1])[None] >= 3 if mask is None else mask
+        mask = jnp.broadcast_to(mask, tokens.shape)
+        return Batch(tokens, mask, out.features, out.hidden)
+
+    def loss(self, batch, weights=None, seed=0):
+        weights = self.weights if weights is None else weights
+        (loss, logs), grads = self.grad(
+            weights, self.params, batch, jax.random.key(seed)
+        )
+        return loss, logs, *grads
+
+
+@functools.cache
+def make_kit(name):
+    return Kit(name)
+
+
+@pytest.fixture(params=NAMES)
+def kit(request):
+    return make_kit(request.param)
+
+
+def play_round(kit, lengths, accepted):
+    """A round that accepts so many drafts: its state, and the text it has committed.
+
+    The anchor is what `TEXTS` holds at each row's length; the bonus is the token 3.
+    """
+    lengths, accepted = jnp.asarray(lengths), jnp.asarray(accepted)
+    rows, node = jnp.arange(3)[:, None], jnp.arange(kit.drafter.gamma + 1)[None]
+    draft, state = kit.propose(kit.read(lengths), TEXTS[rows[:, 0], lengths])
+    nodes = jnp.concatenate([TEXTS[rows, lengths[:, None]], draft.tokens], axis=1)
+    at = lengths[:, None] + node
+    text = TEXTS.at[rows, at].set(nodes)
+    features = kit.run(kit.params, text).features[rows, at]
+
+    kept = jnp.where(node < accepted[:, None], jnp.roll(nodes, -1, 1), -1)
+    kept = jnp.where(node == accepted[:, None], 3, kept)
+    verdict = Verdict(accepted, kept, jnp.ones(3, bool))
+    state = kit.commit(kit.weights, kit.shared, state, verdict, nodes, features)
+    return state, text.at[rows[:, 0], lengths + accepted + 1].set(3, mode="drop")
+
+
+def visible(tree):
+    """The leaves with every cache's slots past its length set to zero."""
+
+    def hide(x):
+        if not isinstance(x, KVCache):
+            return x
+        exists = jnp.arange(x.size)[None, None, :, None] < x.length[:, None, None, None]
+        keep = lambda slots: tuple(jnp.where(exists, s, 0.0) for s in slots)
+        return KVCache(keep(x.k), keep(x.v), x.length)
+
+    is_cache = lambda x: isinstance(x, KVCache)
+    return jax.tree.leaves(jax.tree.map(hide, tree, is_leaf=is_cache))
+
+
+def assert_same(a, b, **tolerance):
+    for x, y in zip(visible(a), visible(b), strict=True):
+        assert x.shape == y.shape and x.dtype == y.dtype
+        np.testing.assert_allclose(x, y, **{"atol": 2e-5, "rtol": 2e-5} | tolerance)
+
+
+def test_shapes_and_dtypes_are_those_of_the_protocol(kit):
+    G, V = kit.drafter.gamma, kit.target.config.vocab_size
+    draft, _ = kit.propose(kit.read([20, 7, 5]), TEXTS[:, 0])
+    assert draft.tokens.shape == (3, G) and draft.tokens.dtype == jnp.int32
+    assert draft.probs.shape == (3, G, V) and draft.probs.dtype == jnp.float32
+    np.testing.assert_allclose(draft.probs.sum(-1), 1, atol=1e-5)
+    drawn = jnp.take_along_axis(draft.probs, draft.tokens[..., None], -1)
+    assert np.all(drawn > 0) and np.all(draft.tokens >= 0) and np.all(draft.tokens < V)
+    assert kit.drafter.tree.depth == G
+    assert kit.out.features.shape[-1] == len(kit.drafter.taps) * 16
+
+
+def test_a_state_keeps_its_shapes_and_dtypes_over_a_round(kit):
+    """Or the engine's loop could not carry it."""
+    before = jax.tree.map(jnp.shape, kit.read([5, 6, 7]))
+    after, _ = play_round(kit, [1, 4, 3], [0, 1, 0])
+    assert before == jax.tree.map(jnp.shape, after)
+
+
+@pytest.mark.slow
+def test_jit_equals_eager(kit):
+    state, anchor = kit.read([20, 7, 5]), TEXTS[:, 0]
+    keys = jax.random.split(jax.random.key(0), 3)
+    with jax.disable_jit():
+        draft, _ = kit.drafter.draft(
+            kit.weights, kit.shared, state, anchor, SAMPLED, keys
+        )
+    assert_same(draft, kit.propose(state, anchor)[0])
+
+
+def test_the_same_key_draws_the_same_draft_and_another_key_another(kit):
+    state, anchor = kit.read([20, 7, 5]), TEXTS[:, 0]
+    first, _ = kit.propose(state, anchor)
+    again, _ = kit.propose(state, anchor)
+    assert_same(first, again, atol=0, rtol=0)
+    others = [kit.propose(state, anchor, seed=s)[0].tokens for s in range(1, 6)]
+    one_hot = bool(np.all(np.max(first.probs, -1) > 1 - 1e-6))
+    assert one_hot or any(np.any(o != first.tokens) for o in others)
+
+
+def test_rows_are_independent_of_their_place_neighbours_and_padding(kit):
+    lengths, anchor = jnp.array([9, 7, 5]), TEXTS[:, 0]
+    keys = jax.random.split(jax.random.key(0), 3)
+    garbled = jnp.where(jnp.arange(WIDTH)[None] < lengths[:, None], TEXTS, 21)
+    order = jnp.array([2, 0, 1])
+    drafts = []
+    for rows, tokens in ((jnp.arange(3), TEXTS), (order, garbled)):
+        out = kit.run(kit.params, tokens[rows])
+        state = kit.read(lengths[rows], tokens[rows], out)
+        draft, _ = kit.draft(
+            kit.weights, kit.shared, state, anchor[rows], SAMPLED, keys[rows]
+        )
+        drafts.append(draft)
+    assert_same(jax.tree.map(lambda x: x[order], drafts[0]), drafts[1])
+
+
+def test_greedy_text_is_the_targets_own(kit):
+    """Ragged prompts, stop ids and the limit included."""
+    model = Model(kit.target, kit.drafter, GREEDY, stop_ids=(5,))
+    weights = Weights(target=kit.params, drafter=kit.weights)
+    prompts = [TEXTS[0, :9].tolist(), TEXTS[1, :2].tolist(), TEXTS[2].tolist(), [3]]
+    ours = generate(model, weights, prompts, max_new_tokens=17)
+    plain = generate(autoregressive(model), weights, prompts, max_new_tokens=17)
+    assert ours.tokens == plain.tokens
+    assert ours.finish_reasons == plain.finish_reasons
+
+
+@pytest.mark.parametrize("accepted", [(0, 1, 2), (1, 0, 0), (99, 99, 99)])
+def test_commit_equals_prefill_of_the_longer_text(kit, accepted):
+    lengths = np.array([1, 4, 3])
+    accepted = np.minimum(accepted, kit.drafter.gamma)
+    ours, text = play_round(kit, lengths, accepted)
+    longer = lengths + accepted + 1
+    fresh = kit.read(longer, text, kit.run(kit.params, text))
+    assert_same(ours, fresh)
+    anchor = jnp.full(3, 3, jnp.int32)
+    assert_same(kit.propose(ours, anchor)[0], kit.propose(fresh, anchor)[0])
+
+
+def test_gradients_are_finite_and_in_the_drafter_alone(kit):
+    loss, logs, drafter, target = kit.loss(kit.batch())
+    assert loss.shape == () and loss.dtype == jnp.float32 and np.isfinite(loss)
+    assert all(np.all(np.isfinite(g)) for g in jax.tree.leaves(drafter))
+    assert all(np.any(g != 0) for g in jax.tree.leaves(drafter))
+    assert not any(np.any(g != 0) for g in jax.tree.leaves(target))
+    assert logs["alpha"].shape == (kit.drafter.gamma,)
+    assert np.all((logs["alpha"] >= 0) & (logs["alpha"] <= 1 + 1e-6))
+
+
+def test_a_few_adam_steps_lower_the_loss(kit):
+    batch, optimizer = kit.batch(), optax.adam(1e-2)
+    update = jax.jit(optimizer.update)
+    weights, state, losses = kit.weights, optimizer.init(kit.weights), []
+    for _ in range(8):
+        loss, _, grads, _ = kit.loss(batch, weights)
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes int and float
+            updates, state = update(grads, state)
+        weights = jax.tree.map(jnp.add, weights, updates)
+        losses.append(float(loss))
+    assert losses[-1] < losses[0]
+
+
+def test_every_method_works_on_shapes_alone_and_in_bf16(kit):
+    """`jax.eval_shape`, on half-precision weights: no array, no silent promotion."""
+    half = lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x
+    drafter, keys = kit.drafter, jax.random.split(jax.random.key(0), 3)
+
+    def everything(weights, shared, batch):
+        weights, shared, batch = jax.tree.map(half, (weights, shared, batch))
+        lengths, G = jnp.array([5, 6, 7]), drafter.gamma
+        args = weights, shared
+        state = drafter.prefill(*args, batch.tokens, lengths, batch.features, SLOTS)
+        draft, state = drafter.draft(*args, state, TEXTS[:, 0], SAMPLED, keys)
+        nodes = jnp.pad(draft.tokens, ((0, 0), (1, 0)))
+        verdict = Verdict(jnp.zeros(3, jnp.int32), nodes, jnp.ones(3, bool))
+        features = batch.features[:, : G + 1]
+        after = drafter.commit(*args, state, verdict, nodes, features)
+        return state, after, drafter.loss(*args, batch, jax.random.key(0))
+
+    state, after, (loss, _) = jax.eval_shape(
+        everything, kit.weights, kit.shared, kit.batch()
+    )
+    assert state == after and loss.dtype == jnp.float32
+
+
+def test_a_batch_with_nothing_to_learn_has_zero_loss_and_gradient(kit):
+    """C19: all masked; and only first tokens unmasked, which nothing predicts."""
+    for mask in (jnp.zeros(WIDTH, bool), jnp.arange(WIDTH) == 0):
+        loss, logs, grads, _ = kit.loss(kit.batch(mask=mask[None]))
+        assert np.isfinite(loss) and np.all(np.isfinite(logs["alpha"]))
+        assert not any(np.any(g != 0) for g in jax.tree.leaves(grads))
+
+
+def test_padding_and_masked_rows_do_not_change_the_loss(kit):
+    """C19: the mean runs over real tokens only, whatever stands beside them."""
+    mask = (jnp.arange(WIDTH) >= 3) & (jnp.arange(WIDTH) < 12)
+    few = kit.batch(mask=mask[None])
+    masked = dataclasses.replace(few, mask=few.mask.at[1:].set(False))
+    loss, _, grads, _ = kit.loss(masked)
+
+    garbled = jnp.where(jnp.arange(WIDTH)[None] < 12, TEXTS, (TEXTS + 7) % 22)
+    garbled = garbled.at[1:].set(4)
+    other = kit.batch(garbled, masked.mask)
+    loss_garbled, _, grads_garbled, _ = kit.loss(other)
+    np.testing.assert_allclose(loss, loss_garbled, rtol=1e-5)
+    assert_same(grads, grads_garbled)
+
+
+def test_extra_columns_and_rows_do_not_change_the_loss(kit):
+    mask = (jnp.arange(WIDTH) >= 3) & (jnp.arange(WIDTH) < 12)
+    batch = kit.batch(mask=mask[None])
+    grow = lambda x: jnp.pad(x, ((0, 1), (0, 5)) + ((0, 0),) * (x.ndim - 2))
+    loss, logs, _, _ = kit.loss(batch)
+    args = kit.weights, kit.shared, jax.tree.map(grow, batch), jax.random.key(0)
+    wide, wide_logs = jax.jit(kit.drafter.loss)(*args)
+    np.testing.assert_allclose(loss, wide, rtol=1e-5)
+    np.testing.assert_allclose(logs["alpha"], wide_logs["alpha"], rtol=1e-4)
+
+
+def test_rebuilding_a_drafter_does_not_recompile(kit):
+    weights = Weights(target=kit.params, drafter=kit.weights)
+    prompts = [[1, 2, 3], [4], [5, 6], [7]]
+
+    def run(drafter):
+        model = Model(kit.target, drafter, GREEDY, stop_ids=(5,))
+        generate(model, weights, prompts, max_new_tokens=17)
+        return prefill._cache_size(), advance._cache_size()
+
+    twin = dataclasses.replace(kit.drafter)
+    assert twin == kit.drafter and hash(twin) == hash(kit.drafter)
+    assert twin is not kit.drafter
+    assert run(kit.drafter) == run(twin)
+
+
+class Forgetful(DraftModel):
+    """Planted bug: d_G is never fed, so after a full accept its slot holds nothing."""
+
+    def forward(self, params, tokens, cache=None):
+        if cache is None or tokens.shape[1] != 2:
+            return super().forward(params, tokens, cache)
+        cache = dataclasses.replace(cache, length=cache.length + 1)
+        logits, cache = super().forward(params, tokens[:, 1:], cache)
+        return jnp.pad(logits, ((0, 0), (1, 0), (0, 0))), cache
+
+
+def test_the_battery_sees_a_draft_model_that_lost_a_token():
+    wrap = lambda drafter: Forgetful(**vars(drafter))
+    kit = Kit("draft_model", wrap)
+    test_commit_equals_prefill_of_the_longer_text(kit, (0, 1, 2))
+    with pytest.raises(AssertionError):
+        test_commit_equals_prefill_of_the_longer_text(kit, (99, 99, 99))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("sampling", [SAMPLED, Sampling(0.7, top_k=3, top_p=0.9)])
+def test_sampled_text_has_the_targets_law(name, sampling):
+    certificate = testing.certify(name, sampling)
+    assert certificate.passed and certificate.accepted > 0.1
