@@ -1,9 +1,10 @@
 """The command line: `specjax bench | generate | train | drafters | info`.
 
-Each command is a frozen dataclass whose fields are its flags. Bad input ends in one line
-on stderr and exit status 2.
+Each command is a frozen dataclass whose fields are its flags. Bad input ends in one
+line on stderr and exit status 2.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
@@ -43,10 +44,8 @@ def _fields(pairs: tuple[str, ...]) -> dict[str, Any]:
         name, found, value = pair.partition("=")
         if not found or not name.isidentifier():
             raise ValueError(f"a field is name=value, got {pair!r}.")
-        try:
+        with contextlib.suppress(json.JSONDecodeError):
             value = json.loads(value)
-        except json.JSONDecodeError:
-            pass
         fields[name] = tuple(value) if isinstance(value, list) else value
     return fields
 
@@ -95,7 +94,7 @@ def _device() -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
-    """Measure drafters on held-out prompts: tau, acceptance, costs, speedup, lossless."""
+    """Measure drafters on held-out prompts: tau, acceptance, cost, speedup, law."""
 
     target: str = "tiny"  # tiny, smollm2-135m, a hub id or a folder
     drafters: str = ""  # names or folders, comma-separated; all shipped ones if empty
@@ -105,7 +104,9 @@ class Bench:
     top_k: int | None = None
     top_p: float = 1.0
     min_p: float = 0.0
-    gamma: int | None = None  # drafted tokens per round; each drafter's own if not given
+    gamma: int | None = (
+        None  # drafted tokens per round; each drafter's own if not given
+    )
     num_prompts: int = 8  # prompts a task
     max_new_tokens: int = 96
     batch_size: int = 1
@@ -137,12 +138,14 @@ class Bench:
         if not names:
             raise FileNotFoundError(
                 f"no drafter is shipped for target {self.target!r}; train one with "
-                f"`specjax train NAME --target {self.target}` and give --drafters FOLDER."
+                f"`specjax train NAME --target {self.target}`, give --drafters FOLDER."
             )
         loaded = [_load_drafter(n, self.target, pretrained) for n in names]
         loaded = [(n, _with_gamma(d, self.gamma), p) for n, d, p in loaded]
         runner = bench.Bench(
-            pretrained, {t: p[: settings.num_prompts] for t, p in tasks.items()}, settings
+            pretrained,
+            {t: p[: settings.num_prompts] for t, p in tasks.items()},
+            settings,
         )
         certificates: dict[tuple[str, float], bool] = {}
 
@@ -171,7 +174,9 @@ class Bench:
 
             for temperature in settings.temperatures:
                 for name, drafter, params in loaded:
-                    rows += runner.rows(name, drafter, params, temperature, lossless, tick)
+                    rows += runner.rows(
+                        name, drafter, params, temperature, lossless, tick
+                    )
 
         self._report(pretrained, settings, rows, console)
 
@@ -186,8 +191,8 @@ class Bench:
         unknown = [t for t in names if t not in known]
         if unknown or not names:
             raise ValueError(
-                f"unknown task {', '.join(unknown) or '(none given)'}; the shipped ones "
-                f"are {', '.join(known)}; --prompts FILE.jsonl takes your own."
+                f"unknown task {', '.join(unknown) or '(none given)'}; the shipped "
+                f"ones are {', '.join(known)}; --prompts FILE.jsonl takes your own."
             )
         return {t: corpus.read_prompts(folder / f"{t}.jsonl") for t in names}
 
@@ -204,9 +209,9 @@ class Bench:
             "device": _device(),
         }
         stamp = f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
-        out = self.out or pathlib.Path("runs") / "bench" / f"{self.target}-{stamp}".replace(
-            os.sep, "_"
-        )
+        out = self.out or pathlib.Path(
+            "runs"
+        ) / "bench" / f"{self.target}-{stamp}".replace(os.sep, "_")
         out.mkdir(parents=True, exist_ok=True)
         path = self.json or out / "bench.json"
         console.write_json(path, result)
@@ -325,7 +330,9 @@ class Train:
     batch_size: int | None = None
     learning_rate: float | None = None
     seed: int = 0
-    field: tuple[str, ...] = ()  # drafter fields as name=value, for example num_layers=2
+    field: tuple[
+        str, ...
+    ] = ()  # drafter fields as name=value, for example num_layers=2
     init: pathlib.Path | None = None  # folder of a trained drafter to start from
     feature_cache: pathlib.Path | None = None  # folder; built once, read each epoch
     out: pathlib.Path | None = None  # folder; a run found there goes on
@@ -358,7 +365,9 @@ class Train:
                 )
             drafter = cls.for_target(target.config, mask_token_id, **fields)
 
-        out = self.out or pathlib.Path("runs") / "train" / f"{self.target}-{self.drafter}"
+        out = (
+            self.out or pathlib.Path("runs") / "train" / f"{self.target}-{self.drafter}"
+        )
         out.mkdir(parents=True, exist_ok=True)
         texts = self._texts(pretrained, out)
         cache = None
@@ -392,16 +401,20 @@ class Train:
             console.write_json(self.json, log.last | {"drafter": self.drafter})
         try:
             figures.training(
-                log.read(), f"{self.drafter} for {pretrained.name}", out / "training.png"
+                log.read(),
+                f"{self.drafter} for {pretrained.name}",
+                out / "training.png",
             )
         except ModuleNotFoundError as error:
             print(f"no figure: {error}", file=sys.stderr)
         tau = f"expected tau {log.last['tau']:.2f}, " if "tau" in log.last else ""
-        print(f"{tau}wrote {folder}; measure it: specjax bench --target {self.target} "
-              f"--drafters {folder}")
+        print(
+            f"{tau}wrote {folder}; measure it: specjax bench --target {self.target} "
+            f"--drafters {folder}"
+        )
 
     def _texts(self, pretrained, out: pathlib.Path):
-        """The training rows, kept in the run's folder so that a resumed run finds them."""
+        """The training rows, kept in the run's folder for a resumed run to find."""
         import numpy as np
 
         from specjax import corpus
@@ -413,7 +426,9 @@ class Train:
         import jax
 
         if not self.data:
-            print(f"{pretrained.name} writes {self.self_prompts} chats to learn from ...")
+            print(
+                f"{pretrained.name} writes {self.self_prompts} chats to learn from ..."
+            )
             examples = corpus.self_made(pretrained, self.self_prompts, self.seed)
         elif self.regenerate:
             prompts = [p for path in self.data for p in corpus.read_prompts(path)]
@@ -433,7 +448,7 @@ class Train:
 
 
 class _TrainLog:
-    """Metrics to JSONL, to TensorBoard where it is installed, and to a progress bar."""
+    """Metrics to JSONL, TensorBoard where it is installed, and a progress bar."""
 
     def __init__(self, out: pathlib.Path, steps: int):
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -485,7 +500,7 @@ class _TrainLog:
 
 @dataclasses.dataclass(frozen=True)
 class Drafters:
-    """List every registered drafter: what it reads, passes per round, what is trained."""
+    """List the registered drafters: what each reads, its passes, what is trained."""
 
     json: pathlib.Path | None = None
 
@@ -527,7 +542,7 @@ class Info:
             print(f"{name:<18}{version}")
         print(f"{'device':<18}{facts['device']}")
         for target, names in facts["shipped"].items():
-            print(f"{'target ' + target:<22}drafters: {', '.join(names) or 'none shipped'}")
+            print(f"{'target ' + target:<22}drafters: {', '.join(names) or 'none'}")
         if self.json:
             console.write_json(self.json, facts)
 
@@ -546,7 +561,7 @@ def main(args: list[str] | None = None) -> None:
     command = tyro.cli(
         Command,  # type: ignore[arg-type]
         prog="specjax",
-        description="Trained drafters for speculative decoding, on one lossless verifier.",
+        description="Trained drafters for speculative decoding on one exact verifier.",
         args=args,
         config=(tyro.conf.OmitSubcommandPrefixes,),
     )

@@ -1,4 +1,4 @@
-"""Training texts: chats or raw text in, fixed-length token rows with an answer mask out.
+"""Training texts: chats or raw text in, token rows with an answer mask out.
 
 A drafter learns the target's own way of writing, so answers are best written by the
 target: `answer` regenerates them, and `invent_prompts` lets the target write the
@@ -215,8 +215,8 @@ def pack(examples: Sequence[Example], length: int) -> Texts:
     kept = [e for e in examples if sum(e.mask[:length]) >= MIN_ANSWER]
     if not kept:
         raise ValueError(
-            f"none of {len(examples)} texts has {MIN_ANSWER} tokens to learn within its "
-            f"first {length}. Raise the length or give longer answers."
+            f"none of {len(examples)} texts has {MIN_ANSWER} tokens to learn within "
+            f"its first {length}. Raise the length or give longer answers."
         )
     tokens = np.zeros((len(kept), length), np.int32)
     mask = np.zeros((len(kept), length), bool)

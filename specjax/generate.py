@@ -1,4 +1,4 @@
-"""The engine: prefill, then rounds of draft -> verify -> commit inside one compiled loop.
+"""The engine: prefill, then rounds of draft, verify and commit in one compiled loop.
 
 A row holds `length` tokens whose keys and values are in the target's cache, and one
 more, the anchor, that is text but not yet in the cache. A round
@@ -250,10 +250,10 @@ def advance(
 def pad_prompts(
     prompts: Sequence[Sequence[int]], width: int | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Right-pads prompts to `width` tokens, or to a multiple of 32: few shapes compile."""
+    """Right-pads prompts to `width` tokens, or a multiple of 32: few shapes compile."""
     if not prompts or any(len(p) == 0 for p in prompts):
         raise ValueError(
-            "every prompt needs at least one token; give the model's BOS or a chat turn."
+            "every prompt needs at least one token; give the BOS or a chat turn."
         )
     lengths = np.array([len(p) for p in prompts], np.int32)
     width = max(width or math.ceil(lengths.max() / 32) * 32, int(lengths.max()))
@@ -282,7 +282,7 @@ def start(
         position.
       seeds: one number a row; its text depends on the key and this alone (0, 1, ...).
       cache_size: slots a row, S; None takes what is needed, rounded up.
-      width: tokens that prompts are padded to, for one compiled prefill over many calls.
+      width: tokens that prompts are padded to: one compiled prefill for many calls.
     """
     config = model.target.config
     tokens, lengths = pad_prompts(prompts, width)

@@ -1,7 +1,7 @@
 """A fixed-size key/value cache: write a block, commit an accepted path, rewind.
 
 A slot exists for a row when its index is below that row's `length`; slots past it hold
-whatever an earlier round left there and are hidden by the attention mask, never cleared.
+whatever an earlier round left there; the attention mask hides them, none is cleared.
 The cache is a tuple over layers, each `[B K S E]`: on the CPU this layout reads fastest
 and is updated in place inside a loop that carries it.
 """
@@ -57,7 +57,9 @@ def write(
     new = new.astype(slots.dtype)
     if new.shape[2] == 1:
         new = jnp.pad(new, ((0, 0), (0, 0), (0, 1), (0, 0)))
-    if slots.shape[0] == 1:  # stays in place inside a loop, where the vmapped form copies
+    if (
+        slots.shape[0] == 1
+    ):  # stays in place inside a loop, where the vmapped form copies
         return jax.lax.dynamic_update_slice(slots, new, (0, 0, start[0], 0))
     update = jax.vmap(lambda s, n, i: jax.lax.dynamic_update_slice(s, n, (0, i, 0)))
     return update(slots, new, start)
@@ -69,7 +71,7 @@ def commit(
     """Keeps the accepted path of the block at `length` and makes it permanent.
 
     `path[b, i]` is the node whose entry becomes slot length + i; None says the nodes
-    are already in order (a chain), and nothing is moved. Keys were rotated by depth, and
+    are already in order (a chain): nothing is moved. Keys were rotated by depth, and
     slot length + i has depth i, so no key is rotated again.
     """
     length = cache.length + num_committed

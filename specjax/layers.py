@@ -20,7 +20,7 @@ from specjax.typing import Array, Bool, Float, Int
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Rotary embedding with the scalings of published configs (linear, llama3, yarn)."""
+    """Rotary embedding with the published scalings: linear, llama3, yarn."""
 
     theta: float = 10_000.0
     scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
@@ -145,7 +145,7 @@ def _few_rows(x: Float[Array, "R D"], w: Float[Array, "O D"]) -> Float[Array, "R
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) in float32, cast to x's dtype, then times the weight (Llama's order)."""
+    """x / rms(x) in float32, cast to x's dtype, times the weight (Llama's order)."""
 
     eps: float = 1e-6
 

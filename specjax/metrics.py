@@ -57,7 +57,7 @@ def alpha_by_position(trace: Trace) -> list[float]:
     """alpha_k, k = 1..G: of the rounds that tested token k, how many accepted it.
 
     A token is tested if all before it were accepted and the text did not end before it,
-    so a perfect drafter has 1 at every position it reaches. NaN where nothing was tested.
+    so a perfect drafter has 1 at every position it reaches. NaN where none was tested.
     """
     accepted, rejected = np.asarray(trace.num_accepted), np.asarray(trace.rejected)
     alphas = []
@@ -81,8 +81,8 @@ def survival_by_position(trace: Trace) -> list[float]:
 def speedup(tau: float, draft_cost: float, verify_ratio: float) -> float:
     """Predicted speedup of one round over plain decoding.
 
-    S = tau / (v + c): c is the time of a whole draft (all its passes) and of the commit,
-    v that of the verify pass, both in units of one plain decoding pass.
+    S = tau / (v + c): c is the time of a whole draft (all its passes) and commit, v
+    that of the verify pass, both in units of one plain decoding pass.
     """
     return tau / (verify_ratio + draft_cost)
 

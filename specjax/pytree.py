@@ -1,4 +1,4 @@
-"""`@pytree`: the project's only record decorator, a frozen dataclass that JAX can walk."""
+"""`@pytree`: the only record decorator, a frozen dataclass that JAX can walk."""
 
 import dataclasses
 from typing import Any, TypeVar, dataclass_transform

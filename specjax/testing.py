@@ -46,7 +46,7 @@ def tiny_target(
 
     `scale` multiplies the initial weights: at 1 all next-token laws are near uniform.
     """
-    config = {
+    config: dict[str, Any] = {
         "vocab_size": 24,
         "width": 16,
         "num_layers": 4,

@@ -8,7 +8,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Tree:
-    """A static topology. Hashable, so its ancestor mask is a constant of a compiled pass."""
+    """A static topology, hashable: its ancestor mask is a constant of a pass."""
 
     parents: tuple[int, ...]  # parents[0] == -1 (the anchor), parents[i] < i
 

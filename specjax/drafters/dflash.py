@@ -85,7 +85,7 @@ class BlockAttention(nn.Module):
         return rotate(k, *at), kv[:, :, 1].swapaxes(1, 2)
 
     def __call__(self, x, k, v, at: Angles, mask: Bool[Array, "#B T S"]):
-        """Attention of the block's queries over keys and values laid out by the caller."""
+        """Attention of the block's queries over the keys and values given."""
         d = self.drafter
         q = self.q_norm(dense(x, self.q))
         q = rotate(q.swapaxes(1, 2), *at).swapaxes(1, 2)
@@ -137,7 +137,7 @@ class Net(nn.Module):
         return [layer.context(h, at) for layer in self.layer]
 
     def __call__(self, x, positions, joins, mask) -> tuple[Array, list]:
-        """States of the block's slots after the final norm, and each layer's k and v."""
+        """States of the slots after the final norm, and each layer's k and v."""
         at, joined = self.angles(positions), []
         for layer, join in zip(self.layer, joins, strict=True):
             x, kv = layer(x, join, at, mask)
@@ -176,7 +176,7 @@ class Net(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class DFlash:
-    """Hyperparameters; see the module for the method and `base.Drafter` for the rest."""
+    """Hyperparameters; the module has the method, `base.Drafter` the interface."""
 
     card: ClassVar[Card] = Card(
         reads="features of several layers",
@@ -250,8 +250,9 @@ class DFlash:
         drafter = cls(**defaults | fields)
         if drafter.target_layer_ids[-1] > L - 2:
             raise ValueError(
-                f"target_layer_ids {drafter.target_layer_ids} reach past layer {L - 2} "
-                f"of a target with {L} layers; the last layer's raw output is not offered."
+                f"target_layer_ids {drafter.target_layer_ids} reach past layer "
+                f"{L - 2} of a target with {L} layers; the last layer's raw output is "
+                "not offered."
             )
         return drafter
 
@@ -271,7 +272,7 @@ class DFlash:
         V, D = shared.embed.shape
         if self.width != D or not 0 <= self.mask_token_id < V:
             raise ValueError(
-                f"dflash has width={self.width} and mask_token_id={self.mask_token_id}; "
+                f"dflash has width={self.width}, mask_token_id={self.mask_token_id}; "
                 f"the target has width {D} and {V} ids."
             )
         features = jnp.zeros((1, 1, len(self.target_layer_ids) * D))

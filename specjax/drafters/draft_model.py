@@ -7,8 +7,8 @@ token ids alone and keeps its own cache:
 
 A round feeds the anchor and d_1 .. d_{G-1}, never d_G. After a full accept the cache
 therefore lacks d_G, the text would not show it, and acceptance would quietly fall. Here
-the last committed token is always fed again together with the anchor: the first pass has
-two tokens, the cache is one slot short by definition, and no case is special.
+the last committed token is always fed again together with the anchor: the first pass
+has two tokens, the cache is one slot short by definition, and no case is special.
 
 Any checkpoint works untrained; distilling it raises acceptance (Zhou et al. 2023,
 DistillSpec, arXiv:2310.08461). With p the target's law the losses are CE to the text,
@@ -39,7 +39,7 @@ class State:
 
 @dataclasses.dataclass(frozen=True)
 class DraftModel:
-    """Hyperparameters; see the module for the method and `base.Drafter` for the rest."""
+    """Hyperparameters; the module has the method, `base.Drafter` the interface."""
 
     card: ClassVar[Card] = Card(
         reads="tokens",
@@ -58,7 +58,8 @@ class DraftModel:
             raise ValueError(f"draft_model needs gamma >= 1, got {self.gamma}.")
         if self.distill not in DIVERGENCES and self.distill != "ce":
             raise ValueError(
-                f"unknown loss distill={self.distill!r}; known: ce, {', '.join(DIVERGENCES)}."
+                f"unknown loss distill={self.distill!r}; known: ce, "
+                f"{', '.join(DIVERGENCES)}."
             )
 
     @classmethod

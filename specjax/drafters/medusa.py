@@ -69,7 +69,7 @@ class Heads(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Medusa:
-    """Hyperparameters; see the module for the method and `base.Drafter` for the rest."""
+    """Hyperparameters; the module has the method, `base.Drafter` the interface."""
 
     card: ClassVar[Card] = Card(
         reads="last feature",

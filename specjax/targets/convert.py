@@ -77,7 +77,8 @@ def _rope(config: Mapping[str, Any]) -> Rope:
         return Rope(theta=float(theta))
     if kind not in ("linear", "llama3", "yarn"):
         raise NotImplementedError(
-            f"rope type {kind!r} is not supported; known: default, linear, llama3, yarn."
+            f"rope type {kind!r} is not supported; known: default, linear, llama3, "
+            "yarn."
         )
     positions = config.get("max_position_embeddings", 2048)
     original = scaling.get("original_max_position_embeddings", positions)
@@ -108,7 +109,7 @@ def _rope(config: Mapping[str, Any]) -> Rope:
 
 
 def _windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
-    """Sliding layers of a Qwen config that turns them on; () where all see everything."""
+    """Sliding layers of a Qwen config that turns them on; () where all see all."""
     kinds = config.get("layer_types")
     window = config.get("sliding_window")
     if config.get("use_sliding_window") and kinds is None:
@@ -200,7 +201,9 @@ def _plan(config: TransformerConfig) -> dict[str, list[tuple[str, tuple[int, ...
         ]
         plan[f"{ours}.attention.out"] = [(f"{attn}.o_proj.weight", (D, H * E))]
         gates = ("gate", "up")
-        plan[f"{ours}.mlp.gate_up"] = [(f"{mlp}.{x}_proj.weight", (F, D)) for x in gates]
+        plan[f"{ours}.mlp.gate_up"] = [
+            (f"{mlp}.{x}_proj.weight", (F, D)) for x in gates
+        ]
         plan[f"{ours}.mlp.down"] = [(f"{mlp}.down_proj.weight", (D, F))]
         if c.qkv_bias:
             plan[f"{ours}.attention.qkv_bias"] = [

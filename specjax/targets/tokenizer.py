@@ -201,8 +201,8 @@ class Tokenizer:
 class TextStream:
     """Turns tokens that come in any portions into text of whole characters.
 
-    A byte-level token may hold part of a character: decoding it alone gives U+FFFD. Text
-    is given out only up to the last token after which the decoded tail is whole.
+    A byte-level token may hold part of a character: decoding it alone gives U+FFFD.
+    Text is given out only up to the last token after which the decoded tail is whole.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool = True):
@@ -226,5 +226,7 @@ class TextStream:
         return new
 
     def _new(self) -> str:
-        decode = functools.partial(self.tokenizer.decode, skip_special=self.skip_special)
+        decode = functools.partial(
+            self.tokenizer.decode, skip_special=self.skip_special
+        )
         return decode(self.context + self.pending)[len(decode(self.context)) :]
