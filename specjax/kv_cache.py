@@ -33,7 +33,7 @@ def init(
     num_kv_heads: int,
     size: int,
     head_width: int,
-    dtype: jnp.dtype = jnp.float32,
+    dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> KVCache:
     """Builds an empty cache; its leaves are distinct buffers, so it can be donated."""
     shape = (batch_size, num_kv_heads, size, head_width)

@@ -1,0 +1,136 @@
+"""Sampling settings against a plain transcription, their corners and their order."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.sampling import GREEDY, Sampling, categorical
+
+LOGITS = np.random.default_rng(0).normal(0, 2, (5, 11)).astype(np.float32)
+
+
+def reference(logits, s):
+    """One row, token by token: temperature, top-k, top-p, min-p."""
+    z = np.asarray(logits, np.float64) / s.temperature
+    order = sorted(range(len(z)), key=lambda i: (-z[i], i))
+    order = order[: s.top_k or len(z)]
+    mass = np.exp(z[order]) / np.exp(z[order]).sum()
+    kept, total = [], 0.0
+    for token, m in zip(order, mass, strict=True):
+        if total < s.top_p:
+            kept.append(token)
+        total += m
+    probs = np.zeros(len(z))
+    probs[kept] = np.exp(z[kept]) / np.exp(z[kept]).sum()
+    probs[probs < s.min_p * probs.max()] = 0
+    return probs / probs.sum()
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(),
+        Sampling(0.6),
+        Sampling(1.7, top_k=3),
+        Sampling(top_p=0.8),
+        Sampling(0.5, top_p=0.01),
+        Sampling(min_p=0.2),
+        Sampling(1.3, top_k=6, top_p=0.7, min_p=0.15),
+        Sampling(top_k=50, top_p=1.0),
+    ],
+)
+def test_laws_equal_the_token_by_token_transcription(sampling):
+    right = [reference(row, sampling) for row in LOGITS]
+    ours = sampling.probs(jnp.asarray(LOGITS))
+    assert ours.dtype == jnp.float32
+    np.testing.assert_allclose(ours, right, atol=1e-6)
+
+
+def test_temperature_comes_before_top_p():
+    """At temperature 2 the nucleus of 0.8 is wider than at 1."""
+    logits = jnp.log(jnp.array([0.81, 0.15, 0.03, 0.01]))
+    assert np.count_nonzero(Sampling(1.0, top_p=0.8).probs(logits)) == 1
+    assert np.count_nonzero(Sampling(2.0, top_p=0.8).probs(logits)) == 2
+
+
+def test_top_p_measures_mass_after_top_k():
+    logits = jnp.log(jnp.array([0.4, 0.3, 0.2, 0.1]))
+    probs = Sampling(top_k=2, top_p=0.55).probs(logits)
+    np.testing.assert_allclose(probs, [1, 0, 0, 0], atol=1e-6)  # 0.4 / 0.7 > 0.55
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(0.0, top_p=0.3, top_k=5, min_p=0.1),
+        Sampling(1e-6),
+        Sampling(1.0, top_k=1),
+    ],
+)
+def test_zero_and_tiny_temperature_and_top_1_are_greedy(sampling):
+    best = np.argmax(LOGITS, axis=-1)
+    for seed in range(3):
+        tokens, probs = sampling.draw(jnp.asarray(LOGITS), jax.random.key(seed))
+        np.testing.assert_array_equal(tokens, best)
+        np.testing.assert_array_equal(probs, np.eye(11)[best])
+
+
+def test_greedy_breaks_ties_by_the_lowest_id():
+    tokens, _ = GREEDY.draw(jnp.array([1.0, 3.0, 3.0]), jax.random.key(0))
+    assert tokens == 1
+
+
+def test_a_top_k_tie_keeps_exactly_k():
+    probs = Sampling(top_k=2).probs(jnp.zeros(5))
+    np.testing.assert_allclose(probs, [0.5, 0.5, 0, 0, 0])
+
+
+def test_the_defaults_cut_nothing_off():
+    keys = jax.random.split(jax.random.key(0), 1000)
+    draw = jax.vmap(lambda k: Sampling().draw(jnp.zeros(16), k)[0])
+    assert set(draw(keys).tolist()) == set(range(16))
+
+
+@pytest.mark.parametrize("off", [None, 0, -1])
+def test_every_spelling_of_no_top_k_is_the_same_setting(off):
+    assert Sampling(top_k=off, top_p=1.0) == Sampling()
+    assert hash(Sampling(top_k=off)) == hash(Sampling())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperature": -0.1}, "temperature must be a number >= 0"),
+        ({"temperature": float("nan")}, "temperature must be a number >= 0"),
+        ({"temperature": float("inf")}, "temperature must be a number >= 0"),
+        ({"top_p": 0.0}, "use temperature=0"),
+        ({"top_p": 1.2}, r"top_p must lie in \(0, 1\]"),
+        ({"top_k": -2}, "top_k must be >= 1"),
+        ({"min_p": 1.5}, r"min_p must lie in \[0, 1\]"),
+    ],
+)
+def test_impossible_settings_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Sampling(**fields)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(), Sampling(0.5, 3, 0.9, 0.1)])
+def test_a_nan_logit_is_a_token_that_never_comes(sampling):
+    logits = jnp.array([0.0, jnp.nan, 1.0, -jnp.inf, 0.5])
+    probs = sampling.probs(logits)
+    assert np.all(np.isfinite(probs)) and probs[1] == 0 == probs[3]
+    assert float(jnp.sum(probs)) == pytest.approx(1, abs=1e-6)
+
+
+def test_a_token_of_probability_zero_is_never_drawn():
+    probs = jnp.array([0.0, 0.3, 0.0, 0.7, 0.0])
+    keys = jax.random.split(jax.random.key(1), 2000)
+    drawn = jax.vmap(lambda k: categorical(probs, k))(keys)
+    assert set(drawn.tolist()) == {1, 3}
+
+
+def test_bf16_logits_give_a_float32_law():
+    probs = Sampling(top_p=0.9).probs(jnp.asarray(LOGITS, jnp.bfloat16))
+    assert probs.dtype == jnp.float32
+    np.testing.assert_allclose(probs.sum(-1), 1, atol=1e-6)
