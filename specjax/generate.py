@@ -256,8 +256,9 @@ def pad_prompts(
             "every prompt needs at least one token; give the BOS or a chat turn."
         )
     lengths = np.array([len(p) for p in prompts], np.int32)
-    width = max(width or math.ceil(lengths.max() / 32) * 32, int(lengths.max()))
-    tokens = np.zeros((len(prompts), width), np.int32)
+    longest = int(lengths.max())
+    padded = max(width or math.ceil(longest / 32) * 32, longest)
+    tokens = np.zeros((len(prompts), padded), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
     return tokens, lengths

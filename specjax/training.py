@@ -239,8 +239,9 @@ def train(
     shared = pretrained.target.shared(pretrained.params)
     if params is None:
         params = jax.jit(drafter.init)(init_key, shared)
-    params = jax.tree.map(lambda x: jnp.array(x, jnp.float32), params)  # donated below
-    state = config.optimiser().init(params)
+    copy = lambda x: jnp.array(x, jnp.float32)  # donated below
+    weights = jax.tree.map(copy, params)
+    state = config.optimiser().init(weights)
 
     keeper, first = None, 0
     if folder is not None:
@@ -252,7 +253,7 @@ def train(
             "target": pretrained.name,
         }
         keeper = Checkpoints(pathlib.Path(folder) / "checkpoints", about)
-        first, params, state = keeper.restore(params, state)
+        first, weights, state = keeper.restore(weights, state)
 
     look = jax.jit(functools.partial(features, pretrained, drafter.taps))
     began, tokens_seen = time.perf_counter(), 0
@@ -261,8 +262,8 @@ def train(
         rows = texts.batch(step, config.batch_size, config.seed)
         batch = _batch(look, pretrained, texts, rows, cache)
         key: PRNGKey = jax.random.fold_in(run_key, step)
-        params, state, metrics = train_step(
-            drafter, config, params, state, shared, batch, key
+        weights, state, metrics = train_step(
+            drafter, config, weights, state, shared, batch, key
         )
         tokens_seen += int(texts.mask[rows].sum())
         done = step + 1
@@ -276,10 +277,10 @@ def train(
                     f"({config.learning_rate})."
                 )
         if keeper and (done % config.save_every == 0 or done == last):
-            keeper.save(done, params, state)
+            keeper.save(done, weights, state)
     if keeper:
         keeper.close()
-    return params
+    return weights
 
 
 def _batch(look, pretrained, texts: Texts, rows, cache: FeatureCache | None) -> Batch:

@@ -13,7 +13,7 @@ visibility among its own tokens is an argument, everything in the cache is visib
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -83,7 +83,7 @@ class Output(NamedTuple):
 
     hidden: Float[Array, "B T D"]  # after the final norm: what the head reads
     features: Float[Array, "B T MD"]  # the tapped states, side by side
-    cache: KVCache | None  # the pass's entries are written, not yet committed
+    cache: Any  # the KVCache given, entries written but not yet committed; or None
 
 
 class Block(NamedTuple):

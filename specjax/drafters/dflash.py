@@ -26,7 +26,7 @@ draws them). Departs from the paper: full attention only; no sliding layers.
 """
 
 import dataclasses
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -265,7 +265,7 @@ class DFlash:
         """The output of layer i is state i + 1."""
         return tuple(i + 1 for i in self.target_layer_ids)
 
-    def apply(self, params: Params, method, *args):
+    def apply(self, params: Params, method, *args) -> Any:
         return Net(self).apply({"params": params}, *args, method=method)
 
     def init(self, key: PRNGKey, shared: Shared) -> Params:

@@ -16,7 +16,7 @@ forward and reverse KL, JSD and TV; 1 - TV is the acceptance itself.
 """
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +78,8 @@ class DraftModel:
         )
         if small.num_heads % small.num_kv_heads:
             small = dataclasses.replace(small, num_kv_heads=1)
-        return cls(**{"config": small} | fields)
+        values: dict[str, Any] = {"config": small} | fields
+        return cls(**values)
 
     @property
     def tree(self) -> Tree:
@@ -97,13 +98,14 @@ class DraftModel:
         tokens = jnp.zeros((1, 1), jnp.int32)
         return Transformer(self.config).init(key, tokens)["params"]
 
-    def forward(self, params, tokens, cache=None):
+    def forward(self, params, tokens, cache=None) -> tuple[Array, Any]:
         """One pass: logits [B T V] and the cache with the tokens committed."""
-        out = Transformer(self.config).apply({"params": params}, tokens, cache)
-        logits = tables(self.config, params).logits(out.hidden)  # pyright: ignore[reportAttributeAccessIssue]
+        net = Transformer(self.config)
+        out: Any = net.apply({"params": params}, tokens, cache)
+        logits = tables(self.config, params).logits(out.hidden)
         if cache is not None:
-            length = out.cache.length + tokens.shape[1]  # pyright: ignore
-            cache = dataclasses.replace(out.cache, length=length)  # pyright: ignore
+            length = out.cache.length + tokens.shape[1]
+            cache = dataclasses.replace(out.cache, length=length)
         return logits, cache
 
     def prefill(self, params, shared, tokens, lengths, features, cache_size) -> State:

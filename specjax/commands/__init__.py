@@ -1,0 +1,1 @@
+"""One file a command: a frozen dataclass whose fields are its flags."""

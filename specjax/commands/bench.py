@@ -1,0 +1,147 @@
+"""`specjax bench`: the main job."""
+
+import dataclasses
+import datetime
+import os
+import pathlib
+import sys
+from typing import Any
+
+from specjax.commands import common
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """Measure drafters on held-out prompts: tau, acceptance, cost, speedup, law."""
+
+    target: str = "tiny"  # tiny, smollm2-135m, a hub id or a folder
+    drafters: str = ""  # names or folders, comma-separated; all shipped ones if empty
+    tasks: str = "code,math,chat"  # of the shipped prompts
+    prompts: pathlib.Path | None = None  # .jsonl with `turns` or `prompt` instead
+    temperature: tuple[float, ...] = (0.0, 1.0)
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    gamma: int | None = (
+        None  # drafted tokens per round; each drafter's own if not given
+    )
+    num_prompts: int = 8  # prompts a task
+    max_new_tokens: int = 96
+    batch_size: int = 1
+    seed: int = 0
+    quick: bool = False  # 3 prompts a task, temperature 1 only for the certificate
+    out: pathlib.Path | None = None  # folder for bench.json and bench.png
+    json: pathlib.Path | None = None  # the JSON goes here instead
+
+    def run(self) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        from specjax import bench, checkpoints, console, targets, testing
+
+        pretrained = targets.load(self.target)
+        tasks = self._tasks()
+        settings = bench.Settings(
+            temperatures=tuple(self.temperature),
+            num_prompts=3 if self.quick else self.num_prompts,
+            max_new_tokens=48 if self.quick else self.max_new_tokens,
+            batch_size=self.batch_size,
+            seed=self.seed,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            timing_repeats=3 if self.quick else 5,
+        )
+        names = self.drafters.split(",") if self.drafters else []
+        names = names or list(checkpoints.shipped(self.target))
+        if not names:
+            raise FileNotFoundError(
+                f"no drafter is shipped for target {self.target!r}; train one with "
+                f"`specjax train NAME --target {self.target}`, give --drafters FOLDER."
+            )
+        loaded = [common.load_drafter(n, self.target, pretrained) for n in names]
+        loaded = [(n, common.with_gamma(d, self.gamma), p) for n, d, p in loaded]
+        runner = bench.Bench(
+            pretrained,
+            {t: p[: settings.num_prompts] for t, p in tasks.items()},
+            settings,
+        )
+        certificates: dict[tuple[str, float], bool] = {}
+
+        def lossless(name: str, temperature: float) -> bool:
+            """One certificate a drafter and sampling, from the real engine."""
+            at = (name, temperature)
+            if at not in certificates:
+                sampling = settings.sampling(temperature)
+                certificates[at] = testing.certify(name, sampling).passed
+            return certificates[at]
+
+        rows: list[dict[str, Any]] = []
+        total = len(loaded) * len(settings.temperatures) * (len(tasks) + 1)
+        with Progress(
+            TextColumn("{task.description:<32}"),
+            BarColumn(),
+            TextColumn("{task.completed}/{task.total}"),
+            TimeElapsedColumn(),
+            console=common.terminal(stderr=True),
+            disable=not sys.stderr.isatty(),
+        ) as progress:
+            bar = progress.add_task("", total=total)
+
+            def tick(what: str) -> None:
+                progress.update(bar, description=what, advance=1)
+
+            for temperature in settings.temperatures:
+                for name, drafter, params in loaded:
+                    rows += runner.rows(
+                        name, drafter, params, temperature, lossless, tick
+                    )
+
+        self._report(pretrained, settings, rows, console)
+
+    def _tasks(self) -> dict[str, list[str]]:
+        from specjax import corpus
+
+        if self.prompts is not None:
+            return {self.prompts.stem: corpus.read_prompts(self.prompts)}
+        folder = pathlib.Path(__file__).parent / "data" / "prompts"
+        known = sorted(p.stem for p in folder.glob("*.jsonl"))
+        names = [t for t in self.tasks.split(",") if t]
+        unknown = [t for t in names if t not in known]
+        if unknown or not names:
+            raise ValueError(
+                f"unknown task {', '.join(unknown) or '(none given)'}; the shipped "
+                f"ones are {', '.join(known)}; --prompts FILE.jsonl takes your own."
+            )
+        return {t: corpus.read_prompts(folder / f"{t}.jsonl") for t in names}
+
+    def _report(self, pretrained, settings, rows, console) -> None:
+        from specjax import figures
+
+        where = f"{pretrained.name} on {common.device()}"
+        common.terminal().print(console.bench_table(rows, where))
+        result = {
+            "target": pretrained.name,
+            "settings": dataclasses.asdict(settings),
+            "rows": rows,
+            "versions": common.versions(),
+            "device": common.device(),
+        }
+        stamp = f"{datetime.datetime.now():%Y%m%d-%H%M%S}"
+        out = self.out or pathlib.Path(
+            "runs"
+        ) / "bench" / f"{self.target}-{stamp}".replace(os.sep, "_")
+        out.mkdir(parents=True, exist_ok=True)
+        path = self.json or out / "bench.json"
+        console.write_json(path, result)
+        written = [str(path)]
+        try:
+            figures.bench(rows, where, out / "bench.png")
+            written.append(str(out / "bench.png"))
+        except ModuleNotFoundError as error:
+            print(f"no figure: {error}", file=sys.stderr)
+        print(f"wrote {' and '.join(written)}")
+        lossy = [r for r in rows if not r["lossless"]]
+        if lossy:
+            raise ValueError(
+                f"{len(lossy)} of {len(rows)} rows are not lossless; see the table."
+            )

@@ -1,0 +1,73 @@
+"""What the commands share."""
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import sys
+from typing import Any
+
+
+def terminal(stderr: bool = False):
+    from rich.console import Console
+
+    wide = None if sys.stdout.isatty() else 150
+    return Console(stderr=stderr, width=wide, highlight=False)
+
+
+def parse_fields(pairs: tuple[str, ...]) -> dict[str, Any]:
+    """Parses name=value; values are JSON where they can be, else text."""
+    fields = {}
+    for pair in pairs:
+        name, found, value = pair.partition("=")
+        if not found or not name.isidentifier():
+            raise ValueError(f"a field is name=value, got {pair!r}.")
+        with contextlib.suppress(json.JSONDecodeError):
+            value = json.loads(value)
+        fields[name] = tuple(value) if isinstance(value, list) else value
+    return fields
+
+
+def load_drafter(spec: str, target_name: str, pretrained: Any):
+    """A shipped drafter by its name, or any by its folder."""
+    from specjax import checkpoints, drafters
+
+    shipped = checkpoints.shipped(target_name)
+    if spec in shipped:
+        folder = shipped[spec]
+    elif os.sep in spec or pathlib.Path(spec).is_dir():
+        folder = pathlib.Path(spec)
+    else:
+        drafters.get(spec)  # an unknown name says which are known
+        raise FileNotFoundError(
+            f"no trained {spec} for target {target_name!r} is shipped "
+            f"(shipped: {', '.join(shipped) or 'none'}). Train one with `specjax train "
+            f"{spec} --target {target_name}` and give its folder."
+        )
+    shared = pretrained.target.shared(pretrained.params)
+    name, drafter, params = checkpoints.load(folder, shared, pretrained.dtype)
+    return name, drafter, params
+
+
+def with_gamma(drafter: Any, gamma: int | None) -> Any:
+    """Drafts another number of tokens; the drafter refuses what its weights cannot."""
+    if gamma is None or gamma == drafter.gamma:
+        return drafter
+    return dataclasses.replace(drafter, gamma=gamma)
+
+
+def versions() -> dict[str, str]:
+    names = ("specjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+    found = {n: importlib.metadata.version(n) for n in names}
+    return found | {"python": platform.python_version()}
+
+
+def device() -> str:
+    import jax
+
+    device = jax.devices()[0]
+    kind = device.device_kind if device.platform != "cpu" else platform.machine()
+    return f"{jax.device_count()} x {device.platform} ({kind}), {os.cpu_count()} cores"

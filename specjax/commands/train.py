@@ -1,0 +1,195 @@
+"""`specjax train`: a drafter for a target."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import sys
+
+from tyro.conf import Positional
+
+from specjax.commands import common
+
+
+@dataclasses.dataclass(frozen=True)
+class Train:
+    """Train a drafter for a target; with no data the target writes its own."""
+
+    drafter: Positional[str]  # registry name
+    target: str = "tiny"
+    data: tuple[pathlib.Path, ...] = ()  # .jsonl of `messages`, `text` or `turns`
+    regenerate: bool = False  # let the target write the answers to the data's prompts
+    self_prompts: int = 1536  # chats that the target invents where no data is given
+    length: int = 256  # tokens of a training text
+    steps: int | None = None
+    batch_size: int | None = None
+    learning_rate: float | None = None
+    seed: int = 0
+    field: tuple[
+        str, ...
+    ] = ()  # drafter fields as name=value, for example num_layers=2
+    init: pathlib.Path | None = None  # folder of a trained drafter to start from
+    feature_cache: pathlib.Path | None = None  # folder; built once, read each epoch
+    out: pathlib.Path | None = None  # folder; a run found there goes on
+    json: pathlib.Path | None = None  # last metrics
+
+    def run(self) -> None:
+        from specjax import checkpoints, drafters, figures, targets, training
+
+        cls = drafters.get(self.drafter)
+        pretrained = targets.load(self.target)
+        settings = {
+            name: getattr(self, name)
+            for name in ("steps", "batch_size", "learning_rate", "seed")
+            if getattr(self, name) is not None
+        }
+        config = training.TrainConfig(**settings)
+        target = pretrained.target
+        mask_token_id = getattr(pretrained.tokenizer, "mask_token_id", None)
+        params = None
+        if self.init:
+            _, drafter, params = common.load_drafter(
+                str(self.init), self.target, pretrained
+            )
+        else:
+            fields = common.parse_fields(self.field)
+            known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+            unknown = sorted(set(fields) - known)
+            if unknown:
+                raise ValueError(
+                    f"{self.drafter} has no field {', '.join(unknown)}; it has "
+                    f"{', '.join(sorted(known))}."
+                )
+            drafter = cls.for_target(target.config, mask_token_id, **fields)
+
+        out = (
+            self.out or pathlib.Path("runs") / "train" / f"{self.target}-{self.drafter}"
+        )
+        out.mkdir(parents=True, exist_ok=True)
+        texts = self._texts(pretrained, out)
+        cache = None
+        if self.feature_cache:
+            print(f"features of {len(texts)} texts -> {self.feature_cache}")
+            cache = training.cache_features(
+                self.feature_cache, pretrained, drafter.taps, texts
+            )
+        with _TrainLog(out, config.steps) as log:
+            params = training.train(
+                pretrained,
+                drafter,
+                texts,
+                config,
+                folder=out,
+                params=params,
+                cache=cache,
+                log=log.write,
+            )
+        about = {
+            "target": pretrained.name,
+            "texts": len(texts),
+            "train": dataclasses.asdict(config),
+            "data": [str(p.name) for p in self.data] or "written by the target itself",
+        }
+        folder = out / "drafter"
+        checkpoints.save(folder, self.drafter, drafter, params, about=about)
+        if log.last and self.json:
+            from specjax import console
+
+            console.write_json(self.json, log.last | {"drafter": self.drafter})
+        try:
+            figures.training(
+                log.read(),
+                f"{self.drafter} for {pretrained.name}",
+                out / "training.png",
+            )
+        except ModuleNotFoundError as error:
+            print(f"no figure: {error}", file=sys.stderr)
+        tau = f"expected tau {log.last['tau']:.2f}, " if "tau" in log.last else ""
+        print(
+            f"{tau}wrote {folder}; measure it: specjax bench --target {self.target} "
+            f"--drafters {folder}"
+        )
+
+    def _texts(self, pretrained, out: pathlib.Path):
+        """The training rows, kept in the run's folder for a resumed run to find."""
+        import numpy as np
+
+        from specjax import corpus
+
+        kept = out / "texts.npz"
+        if kept.exists():
+            stored = np.load(kept)
+            return corpus.Texts(stored["tokens"], stored["mask"])
+        import jax
+
+        if not self.data:
+            print(
+                f"{pretrained.name} writes {self.self_prompts} chats to learn from ..."
+            )
+            examples = corpus.self_made(pretrained, self.self_prompts, self.seed)
+        elif self.regenerate:
+            prompts = [p for path in self.data for p in corpus.read_prompts(path)]
+            print(f"{pretrained.name} answers {len(prompts)} prompts ...")
+            examples = corpus.answer(pretrained, prompts, key=jax.random.key(self.seed))
+        else:
+            examples = [
+                e for path in self.data for e in corpus.read_examples(path, pretrained)
+            ]
+        texts = corpus.pack(examples, self.length)
+        beside = out / "texts.partial.npz"
+        np.savez_compressed(beside, tokens=texts.tokens, mask=texts.mask)
+        os.replace(beside, kept)
+        learned = int(texts.mask.sum())
+        print(f"{len(texts)} texts, {learned} tokens to learn")
+        return texts
+
+
+class _TrainLog:
+    """Metrics to JSONL, TensorBoard where it is installed, and a progress bar."""
+
+    def __init__(self, out: pathlib.Path, steps: int):
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self.path, self.steps, self.last = out / "metrics.jsonl", steps, {}
+        self.progress = Progress(
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+            console=common.terminal(stderr=True),
+        )
+        self.bar = self.progress.add_task("compiling", total=steps)
+        try:
+            from tensorboardX import SummaryWriter
+
+            self.board = SummaryWriter(str(out / "tensorboard"))
+        except ModuleNotFoundError:
+            self.board = None
+
+    def __enter__(self):
+        if sys.stderr.isatty():
+            self.progress.start()
+        return self
+
+    def __exit__(self, *error):
+        self.progress.stop()
+        if self.board:
+            self.board.close()
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        self.last = {"step": step} | values
+        with self.path.open("a") as file:
+            file.write(json.dumps(self.last) + "\n")
+        if self.board:
+            for name, value in values.items():
+                self.board.add_scalar(name, value, step)
+        line = f"loss {values['loss']:.3f}"
+        if "tau" in values:
+            line += f", expected tau {values['tau']:.2f}"
+        line += f", {values['tokens_per_s']:.0f} tokens/s"
+        self.progress.update(self.bar, completed=step, description=line)
+        if not sys.stderr.isatty() and (step % 100 == 0 or step == self.steps):
+            print(f"step {step}/{self.steps}: {line}", file=sys.stderr)
+
+    def read(self) -> list[dict[str, float]]:
+        return [json.loads(line) for line in self.path.read_text().splitlines()]

@@ -1,0 +1,114 @@
+"""Model folders in Hugging Face form with deterministic weights, written without specjax.
+
+The weights follow one rule of sines, so that a recorded output needs no recorded
+weights; the tokenizer is byte-level BPE with a few merges and a chat template.
+"""
+
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+import tokenizers
+from safetensors.numpy import save_file
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+SPECIAL = ("<|end|>", "<|user|>", "<|assistant|>", "<|mask|>")
+CHARACTERS = " !'*+,-.0123456789=?\nabcdefghijklmnopqrstuvwxyz"
+MERGES = ("t h", "th e", "Ġ the", "a n", "i n", "Ġ a")
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def fill(shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+    """Weights by the rank of their sorted names; sines in float64, then float32."""
+    tensors = {}
+    for rank, name in enumerate(sorted(shapes)):
+        shape = tuple(shapes[name])
+        k = np.arange(1, np.prod(shape) + 1, dtype=np.float64)
+        a = np.sin(12.9898 * k + 78.233 * (rank + 1)) * 43758.5453
+        u = (a - np.floor(a) - 0.5).reshape(shape)
+        if "norm" in name and name.endswith("weight"):
+            u = 1 + 0.2 * u
+        else:
+            u = 0.2 * u if len(shape) == 1 else 2 * u / np.sqrt(shape[-1])
+        tensors[name] = u.astype(np.float32)
+    return tensors
+
+
+def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors that Hugging Face stores for a config."""
+    D, F, V = (config[k] for k in ("hidden_size", "intermediate_size", "vocab_size"))
+    H, K = config["num_attention_heads"], config["num_key_value_heads"]
+    E = config.get("head_dim", D // H)
+    family, bias = config["model_type"], config.get("attention_bias", False)
+    rows = {"q": (H * E, D), "k": (K * E, D), "v": (K * E, D), "o": (D, H * E)}
+    found = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
+    if not config.get("tie_word_embeddings", False):
+        found["lm_head.weight"] = (V, D)
+    for i in range(config["num_hidden_layers"]):
+        at = f"model.layers.{i}."
+        found |= {f"{at}{n}_layernorm.weight": (D,) for n in ("input",)}
+        found[f"{at}post_attention_layernorm.weight"] = (D,)
+        for x, shape in rows.items():
+            found[f"{at}self_attn.{x}_proj.weight"] = shape
+            if bias or (family == "qwen2" and x != "o"):
+                found[f"{at}self_attn.{x}_proj.bias"] = shape[:1]
+        if family == "qwen3":
+            found |= {f"{at}self_attn.{x}_norm.weight": (E,) for x in "qk"}
+        for x, shape in {"gate": (F, D), "up": (F, D), "down": (D, F)}.items():
+            found[f"{at}mlp.{x}_proj.weight"] = shape
+            if config.get("mlp_bias", False):
+                found[f"{at}mlp.{x}_proj.bias"] = shape[:1]
+    return found
+
+
+def toy_tokenizer(all_bytes: bool = False) -> tokenizers.Tokenizer:
+    """Byte-level BPE over lower case and digits, or over every byte there is."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    alphabet = sorted(ByteLevel.alphabet())
+    if not all_bytes:
+        split = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str
+        alphabet = sorted({c for x in CHARACTERS for w, _ in split(x) for c in w})
+    merges = [tuple(m.split(" ")) for m in MERGES]
+    pieces = [*SPECIAL, *alphabet, *("".join(m) for m in merges)]
+    backend = tokenizers.Tokenizer(
+        models.BPE({t: i for i, t in enumerate(pieces)}, merges)
+    )
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(
+        [AddedToken(t, special=True, normalized=False) for t in SPECIAL]
+    )
+    return backend
+
+
+def write(
+    folder: pathlib.Path,
+    config: dict[str, Any],
+    tensors: dict[str, np.ndarray] | None = None,
+    shards: int = 1,
+) -> pathlib.Path:
+    """A folder with config.json, safetensors (one file or sharded) and a tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = fill(shapes(config)) if tensors is None else tensors
+    names = sorted(tensors)
+    if shards == 1:
+        save_file(tensors, str(folder / "model.safetensors"))
+    else:
+        weight_map = {}
+        for i in range(shards):
+            file = f"model-{i + 1:05}-of-{shards:05}.safetensors"
+            save_file({n: tensors[n] for n in names[i::shards]}, str(folder / file))
+            weight_map |= {n: file for n in names[i::shards]}
+        index = json.dumps({"metadata": {}, "weight_map": weight_map})
+        (folder / "model.safetensors.index.json").write_text(index)
+    toy_tokenizer().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "<|end|>", "chat_template": TEMPLATE})
+    )
+    return folder
