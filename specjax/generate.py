@@ -43,7 +43,8 @@ class Model:
     target: Any  # targets.base.Target
     drafter: Any  # drafters.base.Drafter
     sampling: Sampling
-    stop_ids: tuple[int, ...] = ()  # tokens that end a row; they stay in its text
+    # Tokens that end a row and stay in its text. Traced: they never cause a compile.
+    stop_ids: tuple[int, ...] = dataclasses.field(default=(), compare=False)
 
 
 @pytree
@@ -64,6 +65,7 @@ class Progress:
     tokens: Int[Array, "B W"]  # the text so far, W = max_new_tokens, then PAD
     num_tokens: Int[Array, "B"]
     limit: Int[Array, "B"]  # tokens a row may have
+    stop_ids: Int[Array, "X"]
     reason: Int[Array, "B"]  # RUNNING, EOS or LENGTH
     keys: Keys
     num_rounds: Int[Array, ""]
@@ -87,14 +89,14 @@ def _round_keys(keys: Keys, position: Int[Array, "B"]) -> tuple[Keys, Keys]:
     return pair[:, 0], pair[:, 1]
 
 
-def _append(progress: Progress, new: Int[Array, "B N"], stop_ids, room):
+def _append(progress: Progress, new: Int[Array, "B N"], room: Int[Array, "B"]):
     """Cuts new tokens at a stop id and at the row's limit, and appends the rest.
 
     Returns the fields that change and how many tokens each row kept.
     """
     N, W = new.shape[1], progress.tokens.shape[1]
     slot = jnp.arange(N)
-    is_stop = jnp.isin(new, jnp.asarray(stop_ids, jnp.int32))
+    is_stop = jnp.isin(new, progress.stop_ids)
     is_stop = is_stop & (slot[None] < room[:, None])
     first_stop = jnp.where(is_stop.any(1), jnp.argmax(is_stop, axis=1), N)
     count = jnp.minimum(room, first_stop + 1)
@@ -153,9 +155,7 @@ def _round(model: Model, weights: Weights, progress: Progress) -> Progress:
 
     with jax.named_scope("commit"):
         n, i = verdict.num_accepted, progress.num_rounds
-        fields, count = _append(
-            progress, verdict.tokens, model.stop_ids, verdict.num_committed
-        )
+        fields, count = _append(progress, verdict.tokens, verdict.num_committed)
         bonus = jnp.take_along_axis(verdict.tokens, n[:, None], axis=1)[:, 0]
         # What a stop id or the limit cut off is not committed either: count - 1 drafts
         # and, on a row that had ended, nothing at all (-1).
@@ -191,6 +191,7 @@ def prefill(
     prompts: Int[Array, "B T"],
     lengths: Int[Array, "B"],
     keys: Keys,
+    stop_ids: Int[Array, "X"],
     *,
     cache_size: int,
     max_new_tokens: int,
@@ -216,6 +217,7 @@ def prefill(
         tokens=jnp.full((B, W), PAD, jnp.int32),
         num_tokens=jnp.zeros((B,), jnp.int32),
         limit=jnp.minimum(W, max_positions - lengths).astype(jnp.int32),
+        stop_ids=stop_ids,
         reason=jnp.full((B,), RUNNING, jnp.int32),
         keys=keys,
         num_rounds=jnp.zeros((), jnp.int32),
@@ -228,7 +230,7 @@ def prefill(
         valid=jnp.ones((B,), bool),
     )
     one = jnp.ones((B,), jnp.int32)
-    fields, _ = _append(progress, first[:, None], model.stop_ids, one)
+    fields, _ = _append(progress, first[:, None], one)
     return dataclasses.replace(progress, **fields)
 
 
@@ -321,6 +323,7 @@ def start(
         jnp.asarray(tokens),
         jnp.asarray(lengths),
         keys,
+        jnp.asarray(model.stop_ids, jnp.int32),
         cache_size=size,
         max_new_tokens=max_new_tokens,
     )
