@@ -165,10 +165,7 @@ class Bench:
 
     def batches(self, task: str) -> list[list[list[int]]]:
         prompts, size = self.tasks[task], self.settings.batch_size
-        groups = [prompts[i : i + size] for i in range(0, len(prompts), size)]
-        if len(groups) > 1 and len(groups[-1]) < size:
-            groups.pop()  # one batch shape; said in `bench`'s settings by num_prompts
-        return groups
+        return [prompts[i : i + size] for i in range(0, len(prompts), size)]
 
     def start(self, model: Model, weights: Weights, prompts, offset: int):
         return start(
@@ -198,8 +195,9 @@ class Bench:
         plain_weights = Weights(self.pretrained.params, None)
         ways = ((model, weights), (autoregressive(model), plain_weights))
         batches = self.batches(task)
-        for way in ways:  # compile outside the timing
-            self.decode(*way, batches[0], 0)
+        for shape in {len(b): b for b in batches}.values():
+            for way in ways:  # compile outside the timing
+                self.decode(*way, shape, 0)
         done, offset = [], 0
         for prompts in batches:
             done.append([self.decode(*way, prompts, offset) for way in ways])
