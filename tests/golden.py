@@ -1,5 +1,11 @@
-"""Closed-form weights, so that recorded numbers need no files."""
+"""Closed-form weights and loop-by-loop float64 models: recorded numbers without files.
 
+The models are written one position and one head at a time, with no cache and no mask:
+what a query sees is the list of rows it is given.
+"""
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -27,7 +33,7 @@ def named(name, shape):
     return 1 + 0.4 * u if name.endswith("norm.weight") else 0.6 * u
 
 
-def llama(tensor, config, names=None):
+def llama(tensor, config):
     """Parameters of `Transformer` from tensors in the layout of a torch checkpoint.
 
     `tensor(name, shape)` is called once a tensor, in the order of the checkpoint.
@@ -47,16 +53,16 @@ def llama(tensor, config, names=None):
             "mlp": mlp_of(tensor, name + "mlp.", D, F),
         }
     params["norm"] = {"scale": tensor("model.norm.weight", (D,))}
-    params["head"] = tensor("lm_head.weight", (c.vocab_size, D)).T
+    params["head"] = tensor("lm_head.weight", (c.vocab_size, D))
     return params
 
 
 def attention_of(tensor, name, D, H, K, E, qk_norm):
-    q = tensor(name + "q_proj.weight", (H * E, D)).T.reshape(D, K, H // K, E)
-    k = tensor(name + "k_proj.weight", (K * E, D)).T.reshape(D, K, 1, E)
-    v = tensor(name + "v_proj.weight", (K * E, D)).T.reshape(D, K, 1, E)
-    params = {"qkv": np.concatenate([q, k, v], axis=2)}
-    params["out"] = tensor(name + "o_proj.weight", (D, H * E)).T
+    q = tensor(name + "q_proj.weight", (H * E, D)).reshape(K, H // K, E, D)
+    k = tensor(name + "k_proj.weight", (K * E, D)).reshape(K, 1, E, D)
+    v = tensor(name + "v_proj.weight", (K * E, D)).reshape(K, 1, E, D)
+    params = {"qkv": np.concatenate([q, k, v], axis=1)}
+    params["out"] = tensor(name + "o_proj.weight", (D, H * E))
     if qk_norm:
         params["q_norm"] = {"scale": tensor(name + "q_norm.weight", (E,))}
         params["k_norm"] = {"scale": tensor(name + "k_norm.weight", (E,))}
@@ -64,10 +70,10 @@ def attention_of(tensor, name, D, H, K, E, qk_norm):
 
 
 def mlp_of(tensor, name, D, F):
-    gate = tensor(name + "gate_proj.weight", (F, D)).T
-    up = tensor(name + "up_proj.weight", (F, D)).T
-    down = tensor(name + "down_proj.weight", (D, F)).T
-    return {"gate_up": np.stack([gate, up], axis=1), "down": down}
+    gate = tensor(name + "gate_proj.weight", (F, D))
+    up = tensor(name + "up_proj.weight", (F, D))
+    down = tensor(name + "down_proj.weight", (D, F))
+    return {"gate_up": np.stack([gate, up]), "down": down}
 
 
 def counted(first, **formula):
@@ -80,3 +86,67 @@ def counted(first, **formula):
         return waves(next(number), shape, **formula)
 
     return tensor
+
+
+def to_jax(tree):
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), tree)
+
+
+def rms(x, weight, eps):
+    return x / np.sqrt(np.mean(x * x) + eps) * weight
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def rope(x, position, theta):
+    half = len(x) // 2
+    angle = position * theta ** (-np.arange(half) / half)
+    first, second = x[:half], x[half:]
+    cos, sin = np.cos(angle), np.sin(angle)
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin])
+
+
+def attend(queries, keys, values, out, group):
+    """One position: queries [H E], keys and values a list of [K E] rows."""
+    heads = []
+    for h, q in enumerate(queries):
+        scores = np.array([q @ k[h // group] for k in keys]) / np.sqrt(len(q))
+        weights = np.exp(scores - scores.max())
+        weights /= weights.sum()
+        heads.append(sum(w * v[h // group] for w, v in zip(weights, values)))  # noqa: B905
+    return out @ np.concatenate(heads)
+
+
+def mlp(x, p):
+    gate, up = p["gate_up"]
+    return p["down"] @ (silu(gate @ x) * (up @ x))
+
+
+def decode(params, config, tokens):
+    """A Llama or Qwen3 decoder: the states of every layer and the logits, [T ...]."""
+    c, group = config, config.num_heads // config.num_kv_heads
+    x = [params["embed"][t] for t in tokens]
+    states = [np.array(x)]
+    for i in range(c.num_layers):
+        layer, rows = params[f"layer_{i}"], []
+        p, keys, values = layer["attention"], [], []
+        for t in range(len(tokens)):
+            a = rms(x[t], layer["input_norm"]["scale"], c.norm_eps)
+            qkv = p["qkv"] @ a  # [K, group + 2, E]
+            q, k = list(qkv[:, :group].reshape(c.num_heads, -1)), list(qkv[:, group])
+            if c.qk_norm:
+                q = [rms(h, p["q_norm"]["scale"], c.norm_eps) for h in q]
+                k = [rms(h, p["k_norm"]["scale"], c.norm_eps) for h in k]
+            keys.append([rope(h, t, c.rope.theta) for h in k])
+            values.append(qkv[:, group + 1])
+            q = [rope(h, t, c.rope.theta) for h in q]
+            y = x[t] + attend(q, keys, values, p["out"], group)
+            y = y + mlp(rms(y, layer["post_norm"]["scale"], c.norm_eps), layer["mlp"])
+            rows.append(y)
+        x = rows
+        states.append(np.array(x))
+    hidden = np.array([rms(row, params["norm"]["scale"], c.norm_eps) for row in x])
+    states[-1] = hidden
+    return states, hidden @ params["head"].T
