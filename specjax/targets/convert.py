@@ -4,6 +4,7 @@ Facts: `transformers` 5.24 modelling files of llama, qwen2 and qwen3, and the co
 the released models. Everything in a file is either read or refused by its name.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,15 @@ from specjax.transformer import TransformerConfig
 from specjax.typing import Params
 
 FAMILIES = ("llama", "qwen2", "qwen3")
+ORIGINAL = "original_max_position_embeddings"
+ROPE_KEYS = {  # rope type -> keys that it needs, keys that have defaults
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", ORIGINAL), ()),
+    "yarn": (
+        (),
+        ("factor", ORIGINAL, "beta_fast", "beta_slow", "attention_factor", "truncate"),
+    ),
+}
 
 
 def config_from_hf(config: Mapping[str, Any]) -> TransformerConfig:
@@ -26,14 +36,8 @@ def config_from_hf(config: Mapping[str, Any]) -> TransformerConfig:
         raise NotImplementedError(
             f"model_type {family!r} is not supported; known: {', '.join(FAMILIES)}."
         )
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
-        raise NotImplementedError(
-            f"weights quantised by {method!r} are not read; load the plain ones."
-        )
-    act = config.get("hidden_act", "silu")
-    if act != "silu":
-        raise NotImplementedError(f"hidden_act {act!r} is not supported; only silu is.")
+    _refuse(config)
+    bias = bool(config.get("attention_bias", False))
     try:
         heads, width = config["num_attention_heads"], config["hidden_size"]
         layers = config["num_hidden_layers"]
@@ -54,17 +58,47 @@ def config_from_hf(config: Mapping[str, Any]) -> TransformerConfig:
             rope=_rope(config),
             norm_eps=config.get("rms_norm_eps", 1e-6),
             qk_norm=family == "qwen3",
-            qkv_bias=family == "qwen2" or bool(config.get("attention_bias", False)),
-            out_bias=family != "qwen2" and bool(config.get("attention_bias", False)),
+            qkv_bias=family == "qwen2" or bias,
+            out_bias=family != "qwen2" and bias,
             mlp_bias=family == "llama" and bool(config.get("mlp_bias", False)),
             tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-            max_positions=config.get("max_position_embeddings", 2048),
+            max_positions=_max_positions(config),
             windows=_windows(config, layers),
         )
     except KeyError as error:
         raise ValueError(
             f"config.json of a {family} model lacks {error.args[0]}."
         ) from None
+
+
+def _refuse(config: Mapping[str, Any]) -> None:
+    """Names what changes the forward pass and is not built here."""
+    if quantization := config.get("quantization_config"):
+        method = quantization.get("quant_method", "unknown")
+        raise NotImplementedError(
+            f"weights quantised by {method!r} are not read; load the plain ones."
+        )
+    rope = config.get("rope_parameters") or {}
+    if nested := [k for k, v in rope.items() if isinstance(v, Mapping)]:
+        raise NotImplementedError(
+            f"rope_parameters per layer type ({', '.join(nested)}) are not supported; "
+            "only one set for all layers is."
+        )
+    for key, value, only in (
+        ("hidden_act", config.get("hidden_act"), "silu"),
+        ("rope_interleaved", config.get("rope_interleaved"), False),
+        ("partial_rotary_factor", config.get("partial_rotary_factor"), 1.0),
+        ("partial_rotary_factor", rope.get("partial_rotary_factor"), 1.0),
+    ):
+        if value not in (None, only):
+            raise NotImplementedError(
+                f"{key} {value!r} is not supported; only {only!r} is."
+            )
+
+
+def _max_positions(config: Mapping[str, Any]) -> int:
+    default = 2048 if config["model_type"] == "llama" else 32768
+    return config.get("max_position_embeddings", default)
 
 
 def _rope(config: Mapping[str, Any]) -> Rope:
@@ -75,107 +109,98 @@ def _rope(config: Mapping[str, Any]) -> Rope:
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
         return Rope(theta=float(theta))
-    if kind not in ("linear", "llama3", "yarn"):
+    if kind not in ROPE_KEYS:
         raise NotImplementedError(
-            f"rope type {kind!r} is not supported; known: default, linear, llama3, "
-            "yarn."
+            f"rope type {kind!r} is not supported; known: default, "
+            f"{', '.join(ROPE_KEYS)}."
         )
-    positions = config.get("max_position_embeddings", 2048)
-    original = scaling.get("original_max_position_embeddings", positions)
-    factor = scaling.get("factor")
-    if factor is None:
-        factor = positions / original
     if scaling.get("mscale") or scaling.get("mscale_all_dim"):
-        raise NotImplementedError("yarn with mscale is not supported in this family.")
-    optional = {
-        key: scaling[key]
-        for key in (
-            "low_freq_factor",
-            "high_freq_factor",
-            "beta_fast",
-            "beta_slow",
-            "attention_factor",
-            "truncate",
+        raise NotImplementedError(
+            "yarn with mscale is not supported; give its attention_factor instead."
         )
-        if scaling.get(key) is not None
-    }
-    return Rope(
-        theta=float(theta),
-        scaling=kind,
-        factor=float(factor),
-        original_max_position=int(original),
-        **optional,
-    )
+    required, optional = ROPE_KEYS[kind]
+    for key in required:
+        if scaling.get(key) is None:
+            raise KeyError(f"{key} of rope type {kind!r}")
+    fields: dict[str, Any] = {k: scaling[k] for k in required}
+    fields |= {k: scaling[k] for k in optional if scaling.get(k) is not None}
+    if kind != "linear":
+        original = int(fields.pop(ORIGINAL, _max_positions(config)))
+        fields["original_max_position"] = original
+        fields.setdefault("factor", _max_positions(config) / original)
+    fields["factor"] = float(fields["factor"])
+    return Rope(theta=float(theta), scaling=kind, **fields)
 
 
 def _windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
     """Sliding layers of a Qwen config that turns them on; () where all see all."""
-    kinds = config.get("layer_types")
-    window = config.get("sliding_window")
-    if config.get("use_sliding_window") and kinds is None:
-        first = config.get("max_window_layers", layers)
-        kinds = [
-            "sliding_attention" if i >= first else "full_attention"
-            for i in range(layers)
-        ]
-    unknown = set(kinds or ()) - {"sliding_attention", "full_attention"}
-    if unknown:
+    kinds = config.get("layer_types") or []
+    if unknown := set(kinds) - {"sliding_attention", "full_attention"}:
         raise NotImplementedError(f"layer type {unknown.pop()!r} is not supported.")
-    windows = tuple(window if k == "sliding_attention" else None for k in kinds or ())
-    return windows if any(windows) else ()
+    if not config.get("use_sliding_window"):
+        if "sliding_attention" in kinds:
+            raise ValueError(
+                "layer_types has sliding layers but use_sliding_window is off; "
+                "config.json must say one or the other."
+            )
+        return ()
+    if config["model_type"] == "llama":
+        raise NotImplementedError("use_sliding_window is not supported in llama.")
+    window = config.get("sliding_window", 4096)
+    if kinds:
+        slides = [kind == "sliding_attention" for kind in kinds]
+    else:
+        slides = [i >= config.get("max_window_layers", 28) for i in range(layers)]
+    return tuple(window if s else None for s in slides) if any(slides) else ()
 
 
 def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
     """The config.json of a stack, in the older spelling that every reader knows."""
-    family = "qwen3" if config.qk_norm else "llama"
-    if config.qkv_bias and not config.out_bias:
+    c = config
+    family = "qwen3" if c.qk_norm else "llama"
+    if c.qkv_bias and not c.out_bias:
         family = "qwen2"
-    rope: dict[str, Any] | None = None
-    if config.rope.scaling != "none":
-        r = config.rope
-        rope = {"rope_type": r.scaling, "factor": r.factor}
-        if r.scaling != "linear":
-            rope["original_max_position_embeddings"] = r.original_max_position
-        if r.scaling == "llama3":
-            rope |= {
-                "low_freq_factor": r.low_freq_factor,
-                "high_freq_factor": r.high_freq_factor,
-            }
-        if r.scaling == "yarn":
-            rope |= {
-                "beta_fast": r.beta_fast,
-                "beta_slow": r.beta_slow,
-                "attention_factor": r.attention_factor,
-                "truncate": r.truncate,
-            }
-    values = {
+    values: dict[str, Any] = {
         "architectures": [f"{family.capitalize()}ForCausalLM"],
         "model_type": family,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.width,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_width,
-        "intermediate_size": config.mlp_width,
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.width,
+        "num_hidden_layers": c.num_layers,
+        "num_attention_heads": c.num_heads,
+        "num_key_value_heads": c.num_kv_heads,
+        "head_dim": c.head_width,
+        "intermediate_size": c.mlp_width,
         "hidden_act": "silu",
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope.theta,
-        "rope_scaling": rope,
-        "tie_word_embeddings": config.tie_embeddings,
-        "max_position_embeddings": config.max_positions,
-        "attention_bias": config.out_bias,
-        "mlp_bias": config.mlp_bias,
+        "rms_norm_eps": c.norm_eps,
+        "rope_theta": c.rope.theta,
+        "rope_scaling": _rope_to_hf(c.rope),
+        "tie_word_embeddings": c.tie_embeddings,
+        "max_position_embeddings": c.max_positions,
+        "attention_bias": c.out_bias,
+        "mlp_bias": c.mlp_bias,
     }
-    if config.windows:
+    if c.windows:
+        kinds = ["sliding_attention" if w else "full_attention" for w in c.windows]
         values |= {
             "use_sliding_window": True,
-            "sliding_window": next(w for w in config.windows if w),
-            "layer_types": [
-                "sliding_attention" if w else "full_attention" for w in config.windows
-            ],
+            "sliding_window": next(w for w in c.windows if w),
+            "layer_types": kinds,
         }
+    if config_from_hf(values) != c:
+        raise NotImplementedError(
+            f"no {family} config.json says what {c} says: its biases, norms or "
+            "windows are not those of any Hugging Face family."
+        )
     return values
+
+
+def _rope_to_hf(rope: Rope) -> dict[str, Any] | None:
+    if rope.scaling == "none":
+        return None
+    required, optional = ROPE_KEYS[rope.scaling]
+    known = dataclasses.asdict(rope)
+    known[ORIGINAL] = rope.original_max_position
+    return {"rope_type": rope.scaling} | {k: known[k] for k in (*required, *optional)}
 
 
 def _plan(config: TransformerConfig) -> dict[str, list[tuple[str, tuple[int, ...]]]]:

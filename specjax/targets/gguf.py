@@ -60,14 +60,15 @@ def read(path: pathlib.Path) -> GGUF:
         raise NotImplementedError(
             f"{path.name} holds a {architecture!r} model; only llama is read from GGUF."
         )
-    if any(name.startswith("llama.rope.scaling") for name in reader.fields):
+    if field("llama.rope.scaling.type", "none") != "none":
         raise NotImplementedError(
             f"{path.name} scales its rotary embedding; load the Hugging Face folder."
         )
-    if field("tokenizer.ggml.model") != "gpt2":
+    kind, rules = field("tokenizer.ggml.model"), field("tokenizer.ggml.pre")
+    if (kind, rules) != ("gpt2", "smollm"):  # others split text by other rules
         raise NotImplementedError(
-            f"tokenizer {field('tokenizer.ggml.model')!r} is not read from GGUF; only "
-            "byte-level BPE (gpt2) is."
+            f"{path.name} has a tokenizer of kind {kind!r} with rules {rules!r}; only "
+            "'gpt2' with 'smollm' is read from GGUF. Load the Hugging Face folder."
         )
 
     heads, width = field("llama.attention.head_count"), field("llama.embedding_length")

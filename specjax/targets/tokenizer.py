@@ -12,7 +12,14 @@ import tokenizers
 
 Messages = Sequence[dict[str, str]]
 MASKS = ("<|mask|>", "<|MASK|>", "<mask>", "<empty_output>")  # ids that no text holds
-FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+def read_json(path: pathlib.Path) -> Any:
+    """Reads a JSON file; a damaged one is named."""
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except ValueError as error:  # bad JSON or bad UTF-8
+        raise ValueError(f"{path} is damaged ({error}); fetch it again.") from None
 
 
 @functools.cache
@@ -26,7 +33,9 @@ def _compile(template: str):
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
-    environment.filters["tojson"] = lambda x, **kw: json.dumps(x, ensure_ascii=False)
+    environment.filters["tojson"] = lambda x, ensure_ascii=False, **options: json.dumps(
+        x, ensure_ascii=ensure_ascii, **options
+    )
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(
         form
@@ -51,9 +60,11 @@ class Tokenizer:
             raise FileNotFoundError(
                 f"{folder} has no tokenizer.json; save the fast tokenizer there."
             )
+        read_json(path)  # what `tokenizers` raises itself names no file
         config: dict[str, Any] = {}
-        if (folder / "tokenizer_config.json").is_file():
-            config = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
+        for file in ("special_tokens_map.json", "tokenizer_config.json"):
+            if (folder / file).is_file():
+                config |= read_json(folder / file)
         template = config.get("chat_template")
         if isinstance(template, list):  # several named ones
             template = {t["name"]: t["template"] for t in template}.get("default")
@@ -86,10 +97,10 @@ class Tokenizer:
         )
         return cls(backend, parts.chat_template, parts.bos_token, parts.eos_token)
 
-    @property
+    @functools.cached_property
     def vocab_size(self) -> int:
-        """Ids the tokenizer can give; a model's table may have more rows."""
-        return self.backend.get_vocab_size()
+        """One past the largest id; a model's table may have more rows."""
+        return 1 + max(self.backend.get_vocab(with_added_tokens=True).values())
 
     @property
     def mask_token_id(self) -> int | None:
@@ -201,32 +212,33 @@ class Tokenizer:
 class TextStream:
     """Turns tokens that come in any portions into text of whole characters.
 
-    A byte-level token may hold part of a character: decoding it alone gives U+FFFD.
-    Text is given out only up to the last token after which the decoded tail is whole.
+    A byte-level token may hold part of a character, which decodes to U+FFFD at the end
+    of the text: those are held back until later tokens complete them.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool = True):
         self.tokenizer, self.skip_special = tokenizer, skip_special
-        self.pending: list[int] = []
-        self.context: list[int] = []  # what was last given out: decoders look back
+        self.ids: list[int] = []  # the last portions: decoders look back
+        self.fresh = 0  # where in `ids` the portions begin that are not all given out
+        self.given = 0  # characters of decoded `ids` that were given out
 
     def push(self, ids: Sequence[int]) -> str:
         """Text that has become certain."""
-        self.pending += [int(i) for i in ids]
-        new = self._new()
-        if not new or new.endswith("\ufffd"):
-            return ""
-        self.context, self.pending = self.pending, []
+        self.ids += [int(i) for i in ids]
+        text = self._decode()
+        certain = len(text.rstrip("\ufffd"))
+        new = text[self.given : certain]
+        self.given = max(self.given, certain)
+        if new and self.given == len(text):  # whole: only the newest tokens are needed
+            self.ids = self.ids[self.fresh :]
+            self.fresh, self.given = len(self.ids), len(self._decode())
         return new
 
     def close(self) -> str:
         """What is left, a broken character included."""
-        new = self._new()
-        self.context, self.pending = [], []
+        new = self._decode()[self.given :]
+        self.ids, self.fresh, self.given = [], 0, 0
         return new
 
-    def _new(self) -> str:
-        decode = functools.partial(
-            self.tokenizer.decode, skip_special=self.skip_special
-        )
-        return decode(self.context + self.pending)[len(decode(self.context)) :]
+    def _decode(self) -> str:
+        return self.tokenizer.decode(self.ids, self.skip_special)
