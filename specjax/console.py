@@ -1,5 +1,6 @@
 """What a person sees in the terminal: tables, marked text, progress."""
 
+import html as markup
 import json
 import math
 import os
@@ -16,6 +17,11 @@ from specjax.generate import Generation
 
 ACCEPTED, OWN, REJECTED = "accepted", "own", "rejected"
 STYLES = {ACCEPTED: "green", OWN: "bold", REJECTED: "red dim strike"}
+CSS = {
+    ACCEPTED: "background:#c6efce;color:black",
+    OWN: "font-weight:bold",
+    REJECTED: "color:#c00000;text-decoration:line-through;opacity:.7",
+}
 BRACKETS = {ACCEPTED: ("{", "}"), OWN: ("", ""), REJECTED: ("~", "~")}
 
 
@@ -27,15 +33,16 @@ def write_json(path: str | pathlib.Path, value: Any) -> None:
             f"no folder {path.parent} to write {path.name} in; create it first."
         )
     beside = path.with_name(path.name + ".partial")
-    beside.write_text(json.dumps(_finite(value), indent=2) + "\n", "utf-8")
+    beside.write_text(json.dumps(finite(value), indent=2) + "\n", "utf-8")
     os.replace(beside, path)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The value with None for every number that JSON lacks."""
     if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
+        return {k: finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
+        return [finite(v) for v in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
@@ -97,6 +104,22 @@ class Marker:
         else:
             left, right = BRACKETS[kind] if self.marks == "brackets" else ("", "")
             self.console.out(left + text + right, end="", highlight=False)
+
+
+def html(told: Sequence[tuple[int, str]], tokenizer: Any) -> str:
+    """`fates` as HTML for a notebook: a span a run of one fate, its name on hover."""
+    stream, spans = tokenizer.stream(), []
+    for kind, group in _groups(told):
+        kept = kind != REJECTED
+        text = stream.push(group) if kept else tokenizer.decode(group)
+        spans.append(_span(text, kind))
+    spans.append(_span(stream.close(), OWN))
+    return f'<div style="white-space:pre-wrap">{"".join(spans)}</div>'
+
+
+def _span(text: str, kind: str) -> str:
+    style = f'<span style="{CSS[kind]}" title="{kind}">{markup.escape(text)}</span>'
+    return style if text else ""
 
 
 def _groups(told) -> Iterator[tuple[str, list[int]]]:
