@@ -1,0 +1,310 @@
+"""DFlash against numbers recorded from the reference code, and a transcription."""
+
+import functools
+from unittest import mock
+
+import golden
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.drafters import dflash
+from specjax.drafters.base import Batch
+from specjax.drafters.dflash import DFlash, Net, draw_anchors
+from specjax.generate import Model, Weights, advance, finish, start
+from specjax.sampling import GREEDY, Sampling
+from specjax.targets.llama import Llama
+from specjax.transformer import Shared, TransformerConfig
+from specjax.verify import Verdict
+
+CONFIG = TransformerConfig(
+    vocab_size=32,
+    width=16,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_width=8,
+    mlp_width=24,
+    qk_norm=True,
+)
+DRAFTER = DFlash.for_target(
+    CONFIG, 31, num_layers=2, target_layer_ids=(0, 1, 2), gamma=3, decay=7.0
+)
+IDS = [3, 14, 15, 9, 26, 5, 8, 22, 7]
+MASK = np.array([0, 0, 1, 1, 1, 1, 1, 0, 1], bool)
+FEATURES = 2 * golden.hashed(1001, (9, 48))
+HIDDEN = 2 * golden.hashed(1002, (9, 16))
+SLOTS = [
+    (0.928046, -0.876750, 0.533500, -1.240857),
+    (0.544604, -1.052501, 0.796089, -2.026824),
+    (0.680636, -1.208460, 0.899514, -1.745962),
+    (0.825630, -1.206451, 0.986396, -1.665947),
+]
+LOGITS = [
+    (0.110079, 0.627507, -0.144980),
+    (0.029316, 1.349275, -0.105919),
+    (-0.222806, 1.331341, -0.163696),
+    (-0.111695, 1.318718, -0.184199),
+]
+
+
+def block_layer(i):
+    name, (D, H, K, E) = f"layers.{i}.", (16, 4, 2, 8)
+    at = name + "self_attn."
+    k = golden.named(at + "k_proj.weight", (K * E, D)).reshape(K, E, D)
+    v = golden.named(at + "v_proj.weight", (K * E, D)).reshape(K, E, D)
+    norm = lambda n, width=D: {"scale": golden.named(n + "norm.weight", (width,))}
+    return {
+        "input_norm": norm(name + "input_layer"),
+        "post_norm": norm(name + "post_attention_layer"),
+        "mlp": golden.mlp_of(golden.named, name + "mlp.", D, 24),
+        "attention": {
+            "q": golden.named(at + "q_proj.weight", (H * E, D)).reshape(H, E, D),
+            "kv": np.stack([k, v]),
+            "out": golden.named(at + "o_proj.weight", (D, H * E)),
+            "q_norm": norm(at + "q_", E),
+            "k_norm": norm(at + "k_", E),
+        },
+    }
+
+
+PARAMS = {
+    "fc": golden.named("fc.weight", (16, 48)),
+    "hidden_norm": {"scale": golden.named("hidden_norm.weight", (16,))},
+    "norm": {"scale": golden.named("norm.weight", (16,))},
+    "layer_0": block_layer(0),
+    "layer_1": block_layer(1),
+}
+WEIGHTS = golden.to_jax(PARAMS)
+EMBED = golden.named("embed_tokens.weight", (32, 16))
+HEAD = golden.named("lm_head.weight", (32, 16))
+SHARED = Shared(*golden.to_jax((EMBED, HEAD)))
+
+
+def transcription(anchor, context, first):
+    """Slots of one block: `context` rows before position `first`, masks after it."""
+    eps, theta = 1e-6, 10_000.0
+    h = [
+        golden.rms(PARAMS["fc"] @ f, PARAMS["hidden_norm"]["scale"], eps)
+        for f in context
+    ]
+    x = [EMBED[t] for t in (anchor, 31, 31, 31)]
+    for i in range(2):
+        layer = PARAMS[f"layer_{i}"]
+        p = layer["attention"]
+        n = [golden.rms(row, layer["input_norm"]["scale"], eps) for row in x]
+        keys, values = [], []
+        for position, row in enumerate([*h, *n]):
+            k, v = p["kv"] @ row
+            k = [golden.rms(head, p["k_norm"]["scale"], eps) for head in k]
+            keys.append([golden.rope(head, position, theta) for head in k])
+            values.append(v)
+        rows = []
+        for j, row in enumerate(x):
+            q = [golden.rms(head, p["q_norm"]["scale"], eps) for head in p["q"] @ n[j]]
+            q = [golden.rope(head, first + j, theta) for head in q]
+            y = row + golden.attend(q, keys, values, p["out"], 2)
+            z = golden.rms(y, layer["post_norm"]["scale"], eps)
+            rows.append(y + golden.mlp(z, layer["mlp"]))
+        x = rows
+    return np.array([golden.rms(row, PARAMS["norm"]["scale"], eps) for row in x])
+
+
+@jax.jit
+def train_slots(features, anchors, tokens):
+    """Slots of the blocks at `anchors` [A] of one text, by the training pass."""
+    blocks = DRAFTER.embed_blocks(SHARED, tokens[anchors][None])
+    out = DRAFTER.apply(WEIGHTS, Net.train, features[None], blocks, anchors[None])
+    return out[0]
+
+
+def slots(anchors, features=FEATURES, tokens=IDS):
+    return train_slots(
+        jnp.asarray(features, jnp.float32), jnp.asarray(anchors), jnp.asarray(tokens)
+    )
+
+
+def test_weights_follow_the_rule():
+    right = [0.0490313, 0.1609248, -0.003225]
+    np.testing.assert_allclose(golden.hashed(0, (3,)), right, atol=1e-6)
+    assert EMBED.sum() == pytest.approx(1.417436, abs=1e-5)
+    assert HEAD.sum() == pytest.approx(-3.050519, abs=1e-5)
+    assert PARAMS["fc"].sum() == pytest.approx(2.766476, abs=1e-5)
+    assert PARAMS["hidden_norm"]["scale"].sum() == pytest.approx(16.205521, abs=1e-5)
+    q = PARAMS["layer_1"]["attention"]["q"]
+    assert q.sum() == pytest.approx(-9.330137, abs=1e-5)
+
+
+def test_slots_are_those_recorded():
+    x = slots([5])[0]
+    np.testing.assert_allclose(x[:, :4], SLOTS, atol=1e-5)
+    assert float(x.sum()) == pytest.approx(12.057447, abs=5e-5)
+    logits = SHARED.logits(x)
+    np.testing.assert_allclose(logits[:, :3], LOGITS, atol=1e-5)
+    assert np.argmax(logits, axis=1).tolist() == [5] * 4
+
+
+@pytest.mark.parametrize("anchor", [1, 2, 5, 8])
+def test_a_block_equals_its_transcription(anchor):
+    right = transcription(IDS[anchor], FEATURES[:anchor], anchor)
+    np.testing.assert_allclose(slots([anchor])[0], right, atol=2e-5)
+
+
+def test_blocks_see_neither_each_other_nor_the_text_from_their_anchor_on():
+    """The visibility of training, also for overlapping blocks (anchors 5 and 6)."""
+    together = slots([2, 5, 6])
+    for row, anchor in zip(together, [2, 5, 6], strict=True):
+        changed = np.where(np.arange(9)[:, None] < anchor, FEATURES, 9.0)
+        np.testing.assert_allclose(row, slots([anchor], changed)[0], atol=1e-5)
+
+
+def test_a_cached_draft_equals_the_uncached_block():
+    """Two rows of context, a draft, three rows more: the recorded block at start 5."""
+    drafter = DFlash(**vars(DRAFTER) | {"propose": "sample"})
+    features = jnp.asarray(FEATURES, jnp.float32)[None]
+    keys, args = jax.random.split(jax.random.key(0), 1), (WEIGHTS, SHARED)
+    draft = jax.jit(drafter.draft, static_argnums=4)
+    state = jax.jit(drafter.prefill, static_argnums=5)(
+        *args, jnp.array([IDS[:2]]), jnp.array([2]), features[:, :2], 16
+    )
+    _, state = draft(*args, state, jnp.array([15]), Sampling(), keys)
+    verdict = Verdict(jnp.array([2]), jnp.zeros((1, 4), jnp.int32), jnp.ones(1, bool))
+    state = jax.jit(drafter.commit)(
+        *args, state, verdict, jnp.zeros((1, 4), jnp.int32), features[:, 2:6]
+    )
+    assert state.cache.length.tolist() == [5]
+    proposal, _ = draft(*args, state, jnp.array([5]), Sampling(), keys)
+    right = jax.nn.softmax(SHARED.logits(slots([5])[0, 1:]))
+    np.testing.assert_allclose(proposal.probs[0], right, atol=1e-6)
+
+
+def batch():
+    as_row = lambda x, dtype=jnp.float32: jnp.asarray(x, dtype)[None]
+    return Batch(
+        as_row(IDS, jnp.int32), as_row(MASK, bool), as_row(FEATURES), as_row(HIDDEN)
+    )
+
+
+def test_the_loss_is_the_one_recorded():
+    """Anchors 2 and 5 forced; the hole in the mask at position 7 skips one label."""
+    forced = lambda *_: (jnp.array([[2, 5]]), jnp.ones((1, 2), bool))
+    with mock.patch.object(dflash, "draw_anchors", forced):
+        loss, logs = jax.jit(DRAFTER.loss)(WEIGHTS, SHARED, batch(), jax.random.key(0))
+    assert float(loss) == pytest.approx(3.579484, abs=1e-5)
+    nll = [[3.234919, 3.333378], [4.315227], [2.428441, 4.667816]]
+    np.testing.assert_allclose(logs["ce"], [np.mean(x) for x in nll], atol=1e-5)
+
+
+def test_anchors_that_do_not_exist_change_nothing():
+    """4 candidates; asked for 4 or for 9, the loss and its gradient are one."""
+    run = []
+    for count in (4, 9):
+        drafter = DFlash(**vars(DRAFTER) | {"num_anchors": count})
+        grad = jax.jit(jax.value_and_grad(drafter.loss, has_aux=True))
+        (loss, _), grads = grad(WEIGHTS, SHARED, batch(), jax.random.key(0))
+        run.append((loss, grads))
+    for a, b in zip(*map(jax.tree.leaves, run), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_anchors_are_answer_tokens_before_an_answer_token():
+    anchors, real = draw_anchors(jax.random.key(0), jnp.asarray(MASK)[None], 6)
+    assert anchors.tolist() == [[2, 3, 4, 5, 0, 0]]
+    assert real.tolist() == [[True] * 4 + [False] * 2]
+
+
+def test_anchors_are_uniform_and_without_replacement():
+    keys = jax.random.split(jax.random.key(1), 3000)
+    draw = jax.jit(jax.vmap(lambda k: draw_anchors(k, jnp.asarray(MASK)[None], 2)))
+    anchors, real = draw(keys)
+    assert np.all(real) and np.all(anchors[:, 0, 0] < anchors[:, 0, 1])
+    counts = np.bincount(np.ravel(anchors), minlength=9)
+    np.testing.assert_allclose(counts[2:6], 1500, atol=150)
+    assert counts.sum() == counts[2:6].sum()
+
+
+@functools.cache
+def target():
+    def tensor(name, shape):
+        return golden.named(name, shape)
+
+    return Llama(CONFIG), golden.to_jax(golden.llama(tensor, CONFIG))
+
+
+def test_the_target_of_the_rounds_is_the_one_recorded():
+    model, params = target()
+    out = model(params, jnp.array([[26, 7]]), taps=DRAFTER.taps)
+    logits = model.logits(params, out.hidden)[0]
+    right = [
+        [1.451291, -0.519506, -0.504184, 0.571760],
+        [1.141976, -0.440484, -0.290327, 0.718593],
+    ]
+    np.testing.assert_allclose(logits[:, :4], right, atol=1e-5)
+    assert float(logits.sum()) == pytest.approx(8.347909, abs=5e-5)
+    assert float(out.features.sum()) == pytest.approx(32.949626, abs=5e-5)
+    assert float(out.hidden.sum()) == pytest.approx(12.708758, abs=5e-5)
+    right = [1.310868, 0.391126, 0.873292, 2.138466]
+    np.testing.assert_allclose(out.features[0, 1, 16:20], right, atol=1e-5)
+
+
+ROUNDS = [  # start, drafts, accepted, sum of cached keys, slots' sum, logits of id 0
+    (2, [19, 19, 19], 3, -7.121392, 23.373693, (1.022874, 0.946580, 1.092420)),
+    (6, [19, 1, 1], 1, -31.969923, 15.541373, (0.435024, 0.362269, 0.417853)),
+    (8, [1, 1, 1], 0, -38.058213, 13.023535, (0.303161, 0.282670, 0.381080)),
+]
+
+
+def test_whole_rounds_are_those_recorded():
+    llama, params = target()
+    model = Model(llama, DRAFTER, GREEDY)
+    weights = Weights(target=params, drafter=WEIGHTS)
+    progress = start(model, weights, [[26, 7]], max_new_tokens=20)
+    for first, _, _, keys, _, _ in ROUNDS:
+        assert progress.cache.length.tolist() == [first]
+        cached = sum(k[0, :, :first].sum() for k in progress.state.cache.k)
+        assert float(cached) == pytest.approx(keys, abs=1e-4)
+        progress = advance(model, weights, progress, jnp.asarray(1))
+    run = finish(model, progress)
+    assert run.tokens == [[27] + [19] * 7]
+    assert run.trace.drafted[0].tolist() == [r[1] for r in ROUNDS]
+    assert run.trace.num_accepted[0].tolist() == [r[2] for r in ROUNDS]
+
+
+def test_slots_of_the_rounds_are_those_recorded():
+    """Uncached, from the features of the whole committed text."""
+    llama, params = target()
+    text = [26, 7, 27] + [19] * 7
+    features = llama(params, jnp.array([text]), taps=DRAFTER.taps).features[0]
+    for first, _, _, _, total, logits in ROUNDS:
+        x = slots([first], features, text)[0]
+        assert float(x.sum()) == pytest.approx(total, abs=1e-4)
+        np.testing.assert_allclose(SHARED.logits(x)[1:, 0], logits, atol=2e-5)
+    sums = [features[2:6].sum(), features[6:8].sum(), features[8:9].sum()]
+    np.testing.assert_allclose(sums, [35.058273, 13.784193, 8.415253], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("layers", "ids"),
+    [(36, (1, 9, 17, 25, 33)), (28, (1, 7, 13, 19, 25)), (64, (1, 16, 31, 46, 61))],
+)
+def test_taps_spread_as_published(layers, ids):
+    config = TransformerConfig(**vars(CONFIG) | {"num_layers": layers})
+    drafter = DFlash.for_target(config, 31)
+    assert drafter.target_layer_ids == ids
+    assert drafter.taps == tuple(i + 1 for i in ids)
+
+
+@pytest.mark.parametrize(
+    ("mask", "fields", "message"),
+    [
+        (None, {}, "needs a mask token"),
+        (31, {"gamma": 0}, "gamma >= 1"),
+        (31, {"decay": 0.0}, "decay > 0"),
+        (31, {"target_layer_ids": (2, 1)}, "must ascend"),
+        (31, {"target_layer_ids": (0, 3)}, "reach past layer 2"),
+    ],
+)
+def test_bad_settings_are_refused(mask, fields, message):
+    with pytest.raises(ValueError, match=message):
+        DFlash.for_target(CONFIG, mask, **fields)
