@@ -176,6 +176,9 @@ def overlap(
     return jnp.sum(jnp.minimum(q, p), axis=-1)
 
 
+THIN = 8  # acceptance is estimated from every 8th position: a softmax a head is dear
+
+
 def shift(x: Array, by: int) -> Array:
     """x[:, t + by] at t; the end is filled with zeros (False)."""
     return jnp.concatenate([x[:, by:], jnp.zeros_like(x[:, :by])], axis=1)

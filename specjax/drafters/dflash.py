@@ -366,11 +366,13 @@ class DFlash:
         ce = base.cross_entropy(logits, labels)
 
         # p of x_{s+k} is read from the state at s + k - 1.
-        target = shared.logits(batch.hidden[rows[..., None], inside - 1])
+        thin = lambda x: x[:, :: base.THIN]
+        target = shared.logits(batch.hidden[rows[..., None], thin(inside) - 1])
+        alpha = self._acceptance(thin(logits), target)
         by_slot = jax.vmap(base.masked_mean, in_axes=(2, 2))
         return base.masked_mean(ce, weights), {
             "ce": by_slot(ce, wanted),
-            "alpha": by_slot(self._acceptance(logits, target), wanted),
+            "alpha": by_slot(alpha, thin(wanted)),
         }
 
     def _acceptance(self, logits, target):

@@ -145,18 +145,15 @@ class Medusa:
         """Eq. 3, each head averaged over the positions whose label is to be learned."""
         del key
         logits = self.logits(params, shared, batch.features, self.num_heads)
-        target = shared.logits(batch.hidden)
+        thin = lambda x: x[:, :: base.THIN]
         ces, alphas = [], []
         for k in range(1, self.num_heads + 1):
-            label, wanted = (
-                base.shift(batch.tokens, 1 + k),
-                base.shift(batch.mask, 1 + k),
-            )
+            label = base.shift(batch.tokens, 1 + k)
+            wanted = base.shift(batch.mask, 1 + k)
             q = logits[:, :, k - 1]
             ces.append(base.masked_mean(base.cross_entropy(q, label), wanted))
-            alphas.append(
-                base.masked_mean(base.overlap(q, base.shift(target, k)), wanted)
-            )
+            p = shared.logits(thin(base.shift(batch.hidden, k)))
+            alphas.append(base.masked_mean(base.overlap(thin(q), p), thin(wanted)))
         weights = self.decay ** jnp.arange(1, self.num_heads + 1, dtype=jnp.float32)
         ce = jnp.stack(ces)
         return jnp.sum(weights * ce), {"ce": ce, "alpha": jnp.stack(alphas)}
