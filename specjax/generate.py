@@ -16,6 +16,7 @@ neither on its place in the batch nor on its neighbours.
 import dataclasses
 import functools
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -303,6 +304,13 @@ def start(
                 f"prompt ids span {min(row)} to {max(row)}; the target knows 0 to "
                 f"{config.vocab_size - 1}. Use the target's own tokenizer."
             )
+    reach, limit = int(lengths.max()) + max_new_tokens, model.drafter.max_positions
+    if limit is not None and reach > limit:
+        warnings.warn(
+            f"{type(model.drafter).__name__} was made for {limit} positions and the text "
+            f"may reach {reach}: it stays exact, acceptance may fall past {limit}.",
+            stacklevel=2,
+        )
     needed = max(int(lengths.max()) + max_new_tokens + N, tokens.shape[1])
     size = cache_size or math.ceil(needed / 128) * 128
     if needed > size:

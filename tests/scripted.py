@@ -56,6 +56,7 @@ class Prompter:
     wrong: tuple[int, ...] = ()
     honest: bool = True  # False stores a law that excludes what was drafted
     taps: tuple[int, ...] = ()
+    max_positions: None = None
 
     @property
     def tree(self):

@@ -89,6 +89,11 @@ class Drafter(Protocol):
         """States of the target to read, in the numbering of `Transformer.__call__`."""
         ...
 
+    @property
+    def max_positions(self) -> int | None:
+        """Positions the drafter was made for; None if it has no limit of its own."""
+        ...
+
     def init(self, key: PRNGKey, shared: Shared) -> Params: ...
 
     def prefill(

@@ -186,6 +186,8 @@ class DFlash:
         year=2026,
     )
 
+    max_positions: ClassVar[None] = None
+
     width: int  # D, the target's
     num_heads: int
     num_kv_heads: int

@@ -89,6 +89,10 @@ class DraftModel:
     def taps(self) -> tuple[int, ...]:
         return ()
 
+    @property
+    def max_positions(self) -> int:
+        return self.config.max_positions
+
     def init(self, key: PRNGKey, shared: Shared) -> Params:
         if shared.embed.shape[0] != self.config.vocab_size:
             raise ValueError(

@@ -79,6 +79,8 @@ class Medusa:
         year=2024,
     )
 
+    max_positions: ClassVar[None] = None
+
     gamma: int = 4  # drafted tokens per round, at most num_heads
     num_heads: int = 4
     decay: float = 0.8  # head k weighs decay^k in the loss

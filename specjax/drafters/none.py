@@ -19,6 +19,7 @@ class NoDrafter:
 
     gamma: int = 0
     taps: tuple[int, ...] = ()
+    max_positions: None = None
 
     @property
     def tree(self) -> Tree:
