@@ -75,6 +75,7 @@ def save(
     tensors = {k: v.astype(dtype) for k, v in flatten(params).items()}
     save_file(tensors, str(beside / "drafter.safetensors"))
     old = folder.with_name(folder.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)  # what a killed save may have left
     if folder.exists():
         os.replace(folder, old)
     os.replace(beside, folder)
@@ -96,11 +97,15 @@ def load(
         )
     try:
         stored = json.loads((folder / "drafter.json").read_text())
+        name, config = stored["name"], stored["config"]
         tensors = load_file(str(folder / "drafter.safetensors"))
-    except (json.JSONDecodeError, SafetensorError) as error:
+    except (ValueError, KeyError, TypeError, SafetensorError) as error:
         raise ValueError(f"the drafter in {folder} is damaged: {error}.") from None
-    name = stored["name"]
-    drafter = record_from(drafters.get(name), stored["config"])
+    cls = drafters.get(name)
+    try:
+        drafter = record_from(cls, config)
+    except TypeError as error:  # a field is absent or of another type
+        raise ValueError(f"the drafter in {folder} is damaged: {error}.") from None
     want = jax.eval_shape(lambda s: drafter.init(jax.random.key(0), s), shared)
     leaves, structure = jax.tree_util.tree_flatten_with_path(want)
     paths = [".".join(str(getattr(k, "key", k)) for k in path) for path, _ in leaves]

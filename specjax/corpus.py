@@ -65,7 +65,12 @@ def _records(path: str | pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:
         raise FileNotFoundError(
             f"no file {path}; give a .jsonl with one object a line."
         )
-    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+    try:
+        text = path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no UTF-8 text: {error}.") from None
+    # `splitlines` would also cut at U+2028 and the like, which JSON may hold bare.
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -77,6 +82,16 @@ def _records(path: str | pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:
         yield number, record
 
 
+def _check_messages(messages: list[Any], where: str) -> None:
+    for message in messages:
+        fields = message if isinstance(message, dict) else {}
+        if not all(isinstance(fields.get(k), str) for k in ("role", "content")):
+            raise ValueError(
+                f"{where} has a message without a text `role` and `content`: "
+                f"{str(message)[:60]}."
+            )
+
+
 def read_prompts(path: str | pathlib.Path, limit: int | None = None) -> list[str]:
     """First user turns of a .jsonl: `turns`, `messages`, `prompt` or `question`."""
     prompts = []
@@ -84,7 +99,8 @@ def read_prompts(path: str | pathlib.Path, limit: int | None = None) -> list[str
         if isinstance(record.get("turns"), list) and record["turns"]:
             prompt = record["turns"][0]
         elif isinstance(record.get("messages"), list) and record["messages"]:
-            users = [m for m in record["messages"] if m.get("role") == "user"]
+            _check_messages(record["messages"], f"{path}:{number}")
+            users = [m for m in record["messages"] if m["role"] == "user"]
             prompt = users[0]["content"] if users else None
         else:
             prompt = record.get("prompt", record.get("question"))
@@ -104,7 +120,11 @@ def read_examples(path: str | pathlib.Path, pretrained: Pretrained) -> list[Exam
     examples = []
     for number, record in _records(path):
         if isinstance(record.get("messages"), list):
-            tokens, mask = pretrained.tokenizer.chat_with_mask(record["messages"])
+            _check_messages(record["messages"], f"{path}:{number}")
+            try:
+                tokens, mask = pretrained.tokenizer.chat_with_mask(record["messages"])
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: {error}") from None
         elif isinstance(record.get("text"), str):
             tokens = pretrained.tokenizer.encode(record["text"])
             mask = [True] * len(tokens)
@@ -128,6 +148,8 @@ def batched(
     progress: Callable[[int], None] = lambda done: None,
 ) -> list[list[int]]:
     """The target's own continuations of many prompts, each to its stop token."""
+    if not prompts:
+        raise ValueError("there are no prompts for the target to answer.")
     model = Model(pretrained.target, NoDrafter(), sampling, pretrained.stop_ids)
     weights = Weights(pretrained.params, None)
     width = max(len(p) for p in prompts) + max_new_tokens + 1
@@ -206,7 +228,7 @@ def self_made(
 ) -> list[Example]:
     """Chats of which the target writes both sides: no data set is needed."""
     prompt_key, answer_key = jax.random.split(jax.random.key(seed))
-    prompts = invent_prompts(pretrained, count, prompt_key)
+    prompts = invent_prompts(pretrained, count, prompt_key, **options)
     return answer(pretrained, prompts, key=answer_key, **options)
 
 

@@ -6,6 +6,7 @@ the first one stopped. Features come from the target on the fly, or from a cache
 when several epochs make the target's pass the larger cost.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -89,6 +90,14 @@ class FeatureCache:
         return read(self.features), read(self.hidden)
 
 
+def _digest(tree: Any) -> str:
+    """SHA-256 of all numbers in a tree."""
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(tree):
+        digest.update(np.asarray(leaf).reshape(-1).view(np.uint8))
+    return digest.hexdigest()
+
+
 def cache_features(
     folder: str | pathlib.Path,
     pretrained: Pretrained,
@@ -103,13 +112,14 @@ def cache_features(
     D = pretrained.target.config.width
     manifest = {
         "target": pretrained.name,
+        "weights": _digest(pretrained.params),  # a name may outlive its weights
         "taps": list(taps),
-        "texts": hashlib.sha256(texts.tokens.tobytes()).hexdigest(),
+        "texts": _digest(texts.tokens),
         "shape": [X, T, D],
     }
     if folder.exists():
         found = folder / "manifest.json"
-        if not found.is_file() or json.loads(found.read_text()) != manifest:
+        if not found.is_file() or found.read_text() != json.dumps(manifest):
             raise ValueError(
                 f"{folder} is no feature cache of these texts and taps {taps} for "
                 f"{pretrained.name}; name a new folder or delete it."
@@ -138,9 +148,13 @@ def cache_features(
 
 
 def _open_cache(folder, X, T, D, M) -> FeatureCache:
-    stored = np.load(folder / "features.npy", mmap_mode="r")
-    hidden = np.load(folder / "hidden.npy", mmap_mode="r")
-    if stored.shape != (X, T, M * D) or hidden.shape != (X, T, D):
+    try:
+        stored = np.load(folder / "features.npy", mmap_mode="r")
+        hidden = np.load(folder / "hidden.npy", mmap_mode="r")
+        whole = stored.shape == (X, T, M * D) and hidden.shape == (X, T, D)
+    except (ValueError, EOFError, FileNotFoundError):  # cut short, empty or gone
+        whole = False
+    if not whole:
         raise ValueError(f"the feature cache in {folder} is damaged; delete it.")
     return FeatureCache(stored, hidden)
 
@@ -159,7 +173,8 @@ def train_step(
     (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(params)
     updates, state = config.optimiser().update(grads, state, params)
     params = optax.apply_updates(params, updates)
-    metrics |= {"loss": value, "grad_norm": optax.global_norm(grads)}
+    norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
+    metrics |= {"loss": value, "grad_norm": norm}
     return params, state, metrics
 
 
@@ -186,9 +201,7 @@ class Checkpoints:
         step = self.manager.latest_step()
         if step is None:
             return 0, params, state
-        stored = self.manager.restore(
-            step, args=self.ocp.args.Composite(about=self.ocp.args.JsonRestore())
-        )["about"]
+        stored = self._read(step, about=self.ocp.args.JsonRestore())["about"]
         if stored != self.about:
             differ = [k for k in self.about if stored.get(k) != self.about[k]]
             raise ValueError(
@@ -199,11 +212,19 @@ class Checkpoints:
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
             {"params": params, "state": state},
         )
-        tree = self.manager.restore(
-            step,
-            args=self.ocp.args.Composite(tree=self.ocp.args.StandardRestore(abstract)),
-        )["tree"]
+        args = self.ocp.args.StandardRestore(abstract)
+        tree = self._read(step, tree=args)["tree"]
         return step, tree["params"], tree["state"]
+
+    def _read(self, step: int, **items: Any) -> Any:
+        try:
+            return self.manager.restore(step, args=self.ocp.args.Composite(**items))
+        except (ValueError, KeyError, OSError) as error:
+            cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ValueError(
+                f"the checkpoint {self.manager.directory / str(step)} is damaged "
+                f"({cause[:120]}); delete it to go on from the one before."
+            ) from None
 
     def close(self) -> None:
         self.manager.wait_until_finished()
@@ -243,43 +264,45 @@ def train(
     weights = jax.tree.map(copy, params)
     state = config.optimiser().init(weights)
 
-    keeper, first = None, 0
-    if folder is not None:
-        about = {
-            "drafter": type(drafter).__name__,
-            "fields": json.loads(json.dumps(dataclasses.asdict(drafter))),
-            "config": dataclasses.asdict(config),
-            "texts": hashlib.sha256(texts.tokens.tobytes()).hexdigest(),
-            "target": pretrained.name,
-        }
-        keeper = Checkpoints(pathlib.Path(folder) / "checkpoints", about)
-        first, weights, state = keeper.restore(weights, state)
-
     look = jax.jit(functools.partial(features, pretrained, drafter.taps))
-    began, tokens_seen = time.perf_counter(), 0
+    keeper, first = None, 0
     last = min(config.steps, stop_after or config.steps)
-    for step in range(first, last):
-        rows = texts.batch(step, config.batch_size, config.seed)
-        batch = _batch(look, pretrained, texts, rows, cache)
-        key: PRNGKey = jax.random.fold_in(run_key, step)
-        weights, state, metrics = train_step(
-            drafter, config, weights, state, shared, batch, key
-        )
-        tokens_seen += int(texts.mask[rows].sum())
-        done = step + 1
-        if done % config.log_every == 0 or done == last:
-            values = {k: np.asarray(v) for k, v in metrics.items()}
-            seconds = time.perf_counter() - began
-            log(done, _scalars(values) | {"tokens_per_s": tokens_seen / seconds})
-            if not np.isfinite(values["loss"]):
+    with contextlib.ExitStack() as stack:
+        if folder is not None:
+            about = {
+                "drafter": type(drafter).__name__,
+                "fields": json.loads(json.dumps(dataclasses.asdict(drafter))),
+                "config": dataclasses.asdict(config),
+                "texts": _digest(texts.tokens),
+                "target": pretrained.name,
+            }
+            keeper = Checkpoints(pathlib.Path(folder) / "checkpoints", about)
+            stack.callback(keeper.close)
+            first, weights, state = keeper.restore(weights, state)
+
+        began, tokens_seen = time.perf_counter(), 0
+        for step in range(first, last):
+            rows = texts.batch(step, config.batch_size, config.seed)
+            batch = _batch(look, pretrained, texts, rows, cache)
+            key: PRNGKey = jax.random.fold_in(run_key, step)
+            weights, state, metrics = train_step(
+                drafter, config, weights, state, shared, batch, key
+            )
+            tokens_seen += int(texts.mask[rows].sum())
+            done = step + 1
+            logs = done % config.log_every == 0 or done == last
+            saves = keeper and (done % config.save_every == 0 or done == last)
+            if logs:
+                values = {k: np.asarray(v) for k, v in metrics.items()}
+                seconds = time.perf_counter() - began
+                log(done, _scalars(values) | {"tokens_per_s": tokens_seen / seconds})
+            if (logs or saves) and not np.isfinite(loss := float(metrics["loss"])):
                 raise FloatingPointError(
-                    f"the loss is {values['loss']} at step {done}; lower learning_rate "
+                    f"the loss is {loss} at step {done}; lower learning_rate "
                     f"({config.learning_rate})."
                 )
-        if keeper and (done % config.save_every == 0 or done == last):
-            keeper.save(done, weights, state)
-    if keeper:
-        keeper.close()
+            if keeper and saves:
+                keeper.save(done, weights, state)
     return weights
 
 

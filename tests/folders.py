@@ -1,4 +1,4 @@
-"""Model folders in Hugging Face form with deterministic weights, written without specjax.
+"""Model folders in Hugging Face form with deterministic weights, without specjax.
 
 The weights follow one rule of sines, so that a recorded output needs no recorded
 weights; the tokenizer is byte-level BPE with a few merges and a chat template.

@@ -1,0 +1,340 @@
+"""The trainer: resumed = straight, checkpoints, the feature cache, nothing to learn."""
+
+import dataclasses
+import functools
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from specjax import targets, testing, training
+from specjax.corpus import Texts
+from specjax.drafters.medusa import Medusa
+from specjax.training import TrainConfig, train
+
+DRAFTER = Medusa(gamma=2, num_heads=2, share_head=True)
+# 10 texts in batches of 2: an epoch ends at step 5.
+CONFIG = TrainConfig(steps=10, batch_size=2, log_every=1, save_every=3)
+LEARNED = slice(3, 14)  # of 16 tokens
+
+
+@pytest.fixture(scope="module", autouse=True)
+def promotion():
+    """AdamW of optax raises a float to an integer count."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def pretrained():
+    target, params = testing.tiny_target(num_layers=2)
+    return targets.Pretrained("toy", target, params, None, ())
+
+
+def make_texts(seed=0, rows=10):
+    tokens = np.random.default_rng(seed).integers(0, 24, (rows, 16), np.int32)
+    mask = np.zeros(tokens.shape, bool)
+    mask[:, LEARNED] = True
+    return Texts(tokens, mask)
+
+
+TEXTS = make_texts()
+
+
+class Log(dict):
+    """Metrics by step; seconds left out."""
+
+    def __call__(self, step, values):
+        assert values.pop("tokens_per_s") >= 0
+        self[step] = values
+
+
+def same(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.fixture(scope="module")
+def straight(pretrained, tmp_path_factory):
+    """Ten steps at one go: folder, parameters, metrics."""
+    folder, log = tmp_path_factory.mktemp("straight"), Log()
+    params = train(pretrained, DRAFTER, TEXTS, CONFIG, folder=folder, log=log)
+    return folder, params, log
+
+
+def steps(folder):
+    return sorted(int(p.name) for p in (folder / "checkpoints").iterdir())
+
+
+def state_at_the_end(folder, params):
+    """Parameters and optimiser state of the last checkpoint."""
+    keeper = training.Checkpoints(folder / "checkpoints", {})
+    state = CONFIG.optimiser().init(params)
+    tree = {"params": params, "state": state}
+    args = keeper.ocp.args.StandardRestore(tree)
+    found = keeper._read(CONFIG.steps, tree=args)["tree"]
+    keeper.close()
+    return found
+
+
+def test_a_run_logs_every_step_and_keeps_two_checkpoints(straight):
+    folder, _, log = straight
+    assert list(log) == list(range(1, 11))
+    assert set(log[1]) == {
+        *("loss", "grad_norm", "tau"),
+        *(f"{name}_{k}" for name in ("ce", "alpha") for k in (1, 2)),
+    }
+    alpha = [log[1]["alpha_1"], log[1]["alpha_2"]]
+    assert log[1]["tau"] == pytest.approx(1 + alpha[0] + alpha[0] * alpha[1])
+    assert steps(folder) == [9, 10]
+
+
+@pytest.mark.parametrize("stop", [4, 5])  # within an epoch, at its end
+def test_a_resumed_run_is_the_straight_one_bit_by_bit(
+    pretrained, straight, tmp_path, stop
+):
+    log = Log()
+    run = functools.partial(train, pretrained, DRAFTER, TEXTS, CONFIG, folder=tmp_path)
+    run(log=log, stop_after=stop)
+    assert list(log) == list(range(1, stop + 1))
+    params = run(log=log)
+    folder, expected, metrics = straight
+    assert log == metrics  # each step once, the same numbers
+    same(params, expected)
+    same(state_at_the_end(tmp_path, params), state_at_the_end(folder, params))
+
+
+def copy(straight, tmp_path):
+    shutil.copytree(straight[0], tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_a_finished_run_goes_on_by_nothing(pretrained, straight, tmp_path):
+    log, folder = Log(), copy(straight, tmp_path)
+    params = train(pretrained, DRAFTER, TEXTS, CONFIG, folder=folder, log=log)
+    assert log == {}
+    same(params, straight[1])
+
+
+def test_a_killed_save_leaves_the_one_before(pretrained, straight, tmp_path):
+    """Checkpoint 10 was being written: a temporary folder, no final one."""
+    folder, log = copy(straight, tmp_path), Log()
+    kept = folder / "checkpoints"
+    (kept / "10").rename(kept / "10.orbax-checkpoint-tmp")
+    for path in (kept / "10.orbax-checkpoint-tmp").rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"")
+    params = train(pretrained, DRAFTER, TEXTS, CONFIG, folder=folder, log=log)
+    assert list(log) == [10]
+    same(params, straight[1])
+
+
+def empty(path: pathlib.Path):
+    for file in path.rglob("*"):
+        if file.is_file():
+            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+DAMAGE = {
+    "everything cut in half": lambda step: empty(step),
+    "the arrays cut in half": lambda step: empty(step / "tree"),
+    "the arrays gone": lambda step: shutil.rmtree(step / "tree"),
+    "the settings gone": lambda step: shutil.rmtree(step / "about"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_says_what_to_delete(
+    pretrained, straight, tmp_path, damage
+):
+    folder, log = copy(straight, tmp_path), Log()
+    newest = folder / "checkpoints" / "10"
+    DAMAGE[damage](newest)
+    run = functools.partial(train, pretrained, DRAFTER, TEXTS, CONFIG, folder=folder)
+    with pytest.raises(ValueError, match=r"checkpoints/10 is damaged.*delete") as error:
+        run()
+    assert "\n" not in str(error.value)
+    shutil.rmtree(newest)
+    same(run(log=log), straight[1])
+    assert list(log) == [10]
+
+
+@pytest.mark.parametrize("changed", ["config", "texts", "fields", "target"])
+def test_other_settings_are_refused_by_their_name(
+    pretrained, straight, tmp_path, changed
+):
+    arguments = (
+        dict(pretrained=pretrained, drafter=DRAFTER, texts=TEXTS, config=CONFIG)
+        | {
+            "config": dict(config=dataclasses.replace(CONFIG, learning_rate=1e-4)),
+            "texts": dict(texts=make_texts(seed=1)),
+            "fields": dict(drafter=dataclasses.replace(DRAFTER, decay=0.5)),
+            "target": dict(pretrained=dataclasses.replace(pretrained, name="other")),
+        }[changed]
+    )
+    with pytest.raises(ValueError, match=rf"step 10 .*other settings.*{changed}"):
+        train(**arguments, folder=copy(straight, tmp_path))
+
+
+# --- nothing to learn from
+
+
+def test_texts_without_a_token_to_learn_move_nothing(pretrained):
+    nothing = Texts(TEXTS.tokens, np.zeros_like(TEXTS.mask))
+    start, log = fresh(pretrained), Log()
+    run = functools.partial(train, pretrained, DRAFTER, nothing, CONFIG)
+    params = run(params=start, stop_after=2, log=log)
+    same(params, start)
+    assert log[1]["loss"] == log[2]["loss"] == 0.0
+
+
+def test_a_masked_row_and_a_row_of_one_token_are_finite(pretrained):
+    mask = TEXTS.mask.copy()
+    mask[::2] = False
+    mask[1] = False
+    mask[1, 0] = True  # no head guesses the first token: nothing to learn either
+    log = Log()
+    params = train(
+        pretrained, DRAFTER, Texts(TEXTS.tokens, mask), CONFIG, stop_after=5, log=log
+    )
+    assert all(np.isfinite(v) for values in log.values() for v in values.values())
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(params))
+
+
+# --- starts and ends
+
+
+def fresh(pretrained, seed=7):
+    shared = pretrained.target.shared(pretrained.params)
+    return jax.jit(DRAFTER.init)(jax.random.key(seed), shared)
+
+
+def test_a_warm_start_begins_from_what_is_given_and_leaves_it_whole(pretrained):
+    start, log = testing.perturb(fresh(pretrained)), Log()
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), start)
+    params = train(
+        pretrained, DRAFTER, TEXTS, CONFIG, params=narrow, stop_after=1, log=log
+    )
+    # The rate starts at 0: the first step leaves the parameters, now in float32.
+    same(params, jax.tree.map(lambda x: x.astype(jnp.float32), narrow))
+    cold = Log()
+    train(pretrained, DRAFTER, TEXTS, CONFIG, stop_after=1, log=cold)
+    assert log[1]["loss"] != cold[1]["loss"]
+
+
+@pytest.mark.parametrize("log_every", [1, 100])
+def test_a_loss_that_is_no_number_stops_before_it_is_saved(
+    pretrained, tmp_path, log_every
+):
+    broken = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), fresh(pretrained))
+    config = dataclasses.replace(CONFIG, log_every=log_every)
+    run = functools.partial(train, pretrained, DRAFTER, TEXTS, config, folder=tmp_path)
+    at = 1 if log_every == 1 else 3  # where a checkpoint would be saved
+    with pytest.raises(FloatingPointError, match=rf"nan at step {at}; lower learn"):
+        run(params=broken)
+    assert steps(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["steps", "batch_size", "log_every", "save_every"])
+def test_settings_are_checked(name):
+    with pytest.raises(ValueError, match=f"{name} >= 1, got 0"):
+        TrainConfig(**{name: 0})
+    with pytest.raises(ValueError, match="learning_rate must be > 0"):
+        TrainConfig(learning_rate=0.0)
+
+
+def test_the_rate_rises_and_falls_as_the_settings_say():
+    config = TrainConfig(steps=100, learning_rate=1.0, warmup=0.1, final=0.05)
+    rates = [float(config.schedule()(s)) for s in (0, 5, 10, 55, 100)]
+    np.testing.assert_allclose(rates, [0, 0.5, 1.0, 0.525, 0.05], atol=1e-3)
+
+
+def test_expected_tau_sums_the_chances_to_get_that_far():
+    assert training.expected_tau(np.array([0.5, 0.5])) == 1.75
+    assert training.expected_tau(np.array([1.0, 1.0, 0.0])) == 3.0
+
+
+# --- the feature cache
+
+
+def build(folder, pretrained, taps=(-1,), texts=TEXTS, **options):
+    return training.cache_features(folder, pretrained, taps, texts, **options)
+
+
+def test_cached_features_are_those_computed_on_the_fly(pretrained, tmp_path):
+    taps, done = (1, -1), []
+    cache = build(tmp_path / "c", pretrained, taps, batch_size=4, progress=done.append)
+    assert done == [4, 8, 10]  # the last batch is not full
+    run = jax.jit(functools.partial(training.features, pretrained, taps))
+    live = run(pretrained.params, TEXTS.tokens, TEXTS.mask)
+    rows = np.array([9, 0, 3, 8, 9])  # any order, repeats too
+    for found, full in zip(cache.rows(rows), (live.features, live.hidden), strict=True):
+        wanted = np.asarray(full)[rows]
+        assert found.dtype == np.float32
+        np.testing.assert_allclose(found, wanted, rtol=2**-8, atol=1e-5)
+        distances = np.abs(found[:, None] - np.asarray(full)[None]).sum((2, 3))
+        np.testing.assert_array_equal(distances.argmin(1), rows)
+        rounded = found.astype(ml_dtypes.bfloat16).astype(np.float32)
+        np.testing.assert_array_equal(found, rounded)
+    again = build(tmp_path / "c", pretrained, taps)
+    np.testing.assert_array_equal(again.features, cache.features)
+
+
+def test_training_from_the_cache_follows_training_without(
+    pretrained, straight, tmp_path
+):
+    log = Log()
+    cache = build(tmp_path / "c", pretrained)
+    train(pretrained, DRAFTER, TEXTS, CONFIG, cache=cache, log=log)
+    for step, values in straight[2].items():
+        for name, value in values.items():
+            assert log[step][name] == pytest.approx(value, rel=0.05, abs=0.02)
+
+
+@pytest.mark.parametrize("foreign", ["texts", "taps", "weights", "name"])
+def test_a_cache_of_something_else_is_refused(pretrained, tmp_path, foreign):
+    build(tmp_path / "c", pretrained)
+    other = jax.tree.map(lambda x: x * 1.01, pretrained.params)
+    arguments = (
+        dict(pretrained=pretrained, taps=(-1,), texts=TEXTS)
+        | {
+            "texts": dict(texts=make_texts(seed=1)),
+            "taps": dict(taps=(1,)),
+            "weights": dict(pretrained=dataclasses.replace(pretrained, params=other)),
+            "name": dict(pretrained=dataclasses.replace(pretrained, name="other")),
+        }[foreign]
+    )
+    with pytest.raises(ValueError, match="is no feature cache of these texts"):
+        build(tmp_path / "c", **arguments)
+
+
+def cut(path, keep):
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * keep)])
+
+
+@pytest.mark.parametrize("file", ["features.npy", "hidden.npy", "manifest.json"])
+@pytest.mark.parametrize("keep", [0.0, 0.9, None])
+def test_a_damaged_cache_is_refused_in_one_line(pretrained, tmp_path, file, keep):
+    build(tmp_path / "c", pretrained)
+    path = tmp_path / "c" / file
+    path.unlink() if keep is None else cut(path, keep)
+    with pytest.raises(ValueError, match=r"damaged|no feature cache") as error:
+        build(tmp_path / "c", pretrained)
+    assert "\n" not in str(error.value)
+    assert "delete it" in str(error.value)
+
+
+def test_a_killed_build_is_built_again(pretrained, tmp_path):
+    def killed(done):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build(tmp_path / "c", pretrained, progress=killed)
+    assert not (tmp_path / "c").exists()
+    build(tmp_path / "c", pretrained)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["c"]
