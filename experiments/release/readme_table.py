@@ -1,6 +1,6 @@
 """Writes a result of `specjax bench` into the table at the top of the README.
 
-    specjax bench --out runs/readme && python experiments/readme_table.py \
+    specjax bench --out runs/readme && python experiments/release/readme_table.py \
         --result runs/readme/bench.json
 
 Run time: a second, after the two minutes of the bench.
@@ -14,14 +14,14 @@ import tyro
 
 from specjax import console
 
-BEGIN = "<!-- bench table: written by `python experiments/readme_table.py` -->"
+BEGIN = "<!-- bench table: written by `python experiments/release/readme_table.py` -->"
 END = "<!-- end of bench table -->"
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     result: pathlib.Path  # bench.json
-    readme: pathlib.Path = pathlib.Path(__file__).parents[1] / "README.md"
+    readme: pathlib.Path = pathlib.Path(__file__).parents[2] / "README.md"
 
 
 def main(config: Config) -> str:

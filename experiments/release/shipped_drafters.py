@@ -1,0 +1,55 @@
+"""Trains the drafters that come with the package and puts them in its data folder.
+
+    python experiments/release/shipped_drafters.py                        # tiny: all of them
+    python experiments/release/shipped_drafters.py --names medusa
+
+Each is `specjax train` with its default settings, the target writing its own data; the
+seconds are kept in the drafter's `about`. Run time: about two minutes a drafter.
+"""
+
+import dataclasses
+import json
+import pathlib
+import shutil
+import time
+
+import tyro
+
+from specjax import checkpoints, drafters
+from specjax.commands.train import Train
+
+DATA = pathlib.Path(checkpoints.__file__).parent / "data" / "drafters"
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    target: str = "tiny"
+    names: tuple[str, ...] = tuple(drafters.REGISTRY)
+    runs: pathlib.Path = pathlib.Path("runs") / "shipped"
+
+
+def main(config: Config) -> list[dict]:
+    """Returns one row a drafter: name, seconds, expected tau, bytes."""
+    rows = []
+    for name in config.names:
+        out = config.runs / f"{config.target}-{name}"
+        began = time.perf_counter()
+        metrics = config.runs / f"{config.target}-{name}.json"
+        metrics.parent.mkdir(parents=True, exist_ok=True)
+        Train(drafter=name, target=config.target, out=out, json=metrics).run()
+        seconds = time.perf_counter() - began
+        folder = DATA / config.target / name
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(out / "drafter", folder)
+        stored = json.loads((folder / "drafter.json").read_text())
+        stored["about"]["seconds"] = round(seconds, 1)
+        (folder / "drafter.json").write_text(json.dumps(stored, indent=2) + "\n")
+        size = (folder / "drafter.safetensors").stat().st_size
+        tau = json.loads(metrics.read_text())["tau"]
+        rows.append({"name": name, "seconds": seconds, "tau": tau, "bytes": size})
+    return rows
+
+
+if __name__ == "__main__":
+    for row in main(tyro.cli(Config)):
+        print(row)
