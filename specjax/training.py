@@ -94,7 +94,7 @@ def _digest(tree: Any) -> str:
     """SHA-256 of all numbers in a tree."""
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves(tree):
-        digest.update(np.asarray(leaf).reshape(-1).view(np.uint8))
+        digest.update(np.asarray(leaf).tobytes())
     return digest.hexdigest()
 
 

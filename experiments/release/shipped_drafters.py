@@ -1,6 +1,6 @@
 """Trains the drafters that come with the package and puts them in its data folder.
 
-    python experiments/release/shipped_drafters.py                        # tiny: all of them
+    python experiments/release/shipped_drafters.py                 # tiny: all of them
     python experiments/release/shipped_drafters.py --names medusa
 
 Each is `specjax train` with its default settings, the target writing its own data; the

@@ -186,8 +186,6 @@ class DFlash:
         year=2026,
     )
 
-    max_positions: ClassVar[None] = None
-
     width: int  # D, the target's
     num_heads: int
     num_kv_heads: int
@@ -266,6 +264,10 @@ class DFlash:
     def taps(self) -> tuple[int, ...]:
         """The output of layer i is state i + 1."""
         return tuple(i + 1 for i in self.target_layer_ids)
+
+    @property
+    def max_positions(self) -> None:
+        return None
 
     def apply(self, params: Params, method, *args) -> Any:
         return Net(self).apply({"params": params}, *args, method=method)

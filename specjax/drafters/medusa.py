@@ -79,8 +79,6 @@ class Medusa:
         year=2024,
     )
 
-    max_positions: ClassVar[None] = None
-
     gamma: int = 4  # drafted tokens per round, at most num_heads
     num_heads: int = 4
     decay: float = 0.8  # head k weighs decay^k in the loss
@@ -112,6 +110,10 @@ class Medusa:
     @property
     def taps(self) -> tuple[int, ...]:
         return (-1,)
+
+    @property
+    def max_positions(self) -> None:
+        return None
 
     def init(self, key: PRNGKey, shared: Shared) -> Params:
         f = jnp.zeros((1, shared.head.shape[1]), shared.head.dtype)
