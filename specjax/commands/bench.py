@@ -103,7 +103,7 @@ class Bench:
 
         if self.prompts is not None:
             return {self.prompts.stem: corpus.read_prompts(self.prompts)}
-        folder = pathlib.Path(__file__).parent / "data" / "prompts"
+        folder = pathlib.Path(__file__).parents[1] / "data" / "prompts"
         known = sorted(p.stem for p in folder.glob("*.jsonl"))
         names = [t for t in self.tasks.split(",") if t]
         unknown = [t for t in names if t not in known]

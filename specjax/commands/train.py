@@ -48,9 +48,14 @@ class Train:
         mask_token_id = getattr(pretrained.tokenizer, "mask_token_id", None)
         params = None
         if self.init:
-            _, drafter, params = common.load_drafter(
+            name, drafter, params = common.load_drafter(
                 str(self.init), self.target, pretrained
             )
+            if name != self.drafter:
+                raise ValueError(
+                    f"{self.init} holds a {name} drafter, not {self.drafter}; name "
+                    "that one or start from another folder."
+                )
         else:
             fields = common.parse_fields(self.field)
             known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
