@@ -82,7 +82,7 @@ def bench(rows: Sequence[dict[str, Any]], title: str, path: str | pathlib.Path) 
 
 
 def training(
-    records: Sequence[dict[str, float]], title: str, path: str | pathlib.Path
+    records: Sequence[dict[str, Any]], title: str, path: str | pathlib.Path
 ) -> None:
     """Loss, and the tau that the acceptance on the training texts promises."""
     plt = pyplot()

@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import sys
+from typing import Any
 
 from tyro.conf import Positional
 
@@ -196,5 +197,5 @@ class _TrainLog:
         if not sys.stderr.isatty() and (step % 100 == 0 or step == self.steps):
             print(f"step {step}/{self.steps}: {line}", file=sys.stderr)
 
-    def read(self) -> list[dict[str, float]]:
+    def read(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.path.read_text().splitlines()]

@@ -1,0 +1,319 @@
+"""The command line in process: JSON results, marks, and one line for bad input."""
+
+import contextlib
+import io
+import json
+import re
+import tempfile
+
+import conftest
+import folders
+import jax
+import pytest
+
+from specjax import checkpoints, cli, drafters, targets, testing
+from specjax.targets import Tokenizer
+
+PROMPT = "the cat in the hat"
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory):
+    """A saved random target, two saved drafters, prompts and chats."""
+    root = tmp_path_factory.mktemp("world")
+    target, params = testing.tiny_target(vocab_size=64, num_layers=2)
+    tokenizer = Tokenizer(folders.toy_tokenizer(), folders.TEMPLATE, None, "<|end|>")
+    assert tokenizer.vocab_size <= 64
+    made = targets.Pretrained("toy", target, params, tokenizer, (0,))
+    targets.save_pretrained(root / "toy", made)
+    for name in ("medusa", "draft_model"):
+        drafter, weights = testing.tiny_drafter(name, target, params, gamma=2)
+        checkpoints.save(root / name, name, drafter, weights)
+    lines = [{"prompt": p} for p in (PROMPT, "a thin ant", "in the end")]
+    (root / "asks.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    chat = [
+        {"role": "user", "content": PROMPT},
+        {"role": "assistant", "content": "the ant and the cat, in the hat"},
+    ]
+    line = json.dumps({"messages": chat})
+    (root / "chats.jsonl").write_text(f"{line}\n" * 4)
+    (root / "broken.jsonl").write_text('{"prompt": "a"}\n{"prompt"\n')
+    return root
+
+
+@pytest.fixture(autouse=True)
+def settings(monkeypatch):
+    """The command keeps compiled programs in its own cache; tests get theirs back."""
+    monkeypatch.setenv("SPECJAX_CACHE", str(conftest.CACHE))
+    names = (
+        "jax_compilation_cache_dir",
+        "jax_numpy_dtype_promotion",
+        "jax_persistent_cache_min_compile_time_secs",
+    )
+    before = {name: getattr(jax.config, name) for name in names}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def specjax(*args):
+    """Runs a command: exit status, stdout, stderr."""
+    out, err = io.StringIO(), io.StringIO()
+    status = 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            cli.main([str(a) for a in args])
+        except SystemExit as stop:
+            status = stop.code
+    return status, out.getvalue(), err.getvalue()
+
+
+def ask(world, tmp_path, *args):
+    """`generate` on the saved target; its JSON, what it printed and its note."""
+    status, out, err = specjax(
+        *("generate", "--prompt", PROMPT, "--target", world / "toy"),
+        *("--max-new-tokens", 12, "--json", tmp_path / "g.json", *args),
+    )
+    assert status == 0, err
+    return json.loads((tmp_path / "g.json").read_text()), out, err
+
+
+def test_drafters_lists_the_registry(tmp_path):
+    status, out, _ = specjax("drafters", "--json", tmp_path / "d.json")
+    assert status == 0
+    cards = json.loads((tmp_path / "d.json").read_text())["drafters"]
+    assert [card["name"] for card in cards] == list(drafters.REGISTRY)
+    fields = {"name": str, "reads": str, "passes": str, "trained": str, "paper": str}
+    for card in cards:
+        assert {k: type(v) for k, v in card.items()} == fields | {"year": int}
+        assert card["name"] in out
+
+
+def test_info_names_versions_targets_and_devices(tmp_path):
+    status, out, _ = specjax("info", "--json", tmp_path / "i.json")
+    facts = json.loads((tmp_path / "i.json").read_text())
+    assert status == 0
+    assert set(facts) == {"device", "versions", "targets", "shipped"}
+    assert {"tiny", "smollm2-135m"} <= set(facts["targets"])
+    assert facts["versions"]["jax"] == jax.__version__
+    assert facts["device"] in out
+
+
+@pytest.mark.parametrize("name", ["medusa", "draft_model"])
+def test_generate_writes_the_plain_text_whatever_drafts_it(world, tmp_path, name):
+    plain, shown, _ = ask(world, tmp_path, "--drafter", "none")
+    found, out, note = ask(
+        world, tmp_path, "--drafter", world / name, "--marks", "none"
+    )
+    schema = {"tokens": list, "text": str, "finish_reason": str}
+    for result in (plain, found):
+        assert {k: type(v) for k, v in result.items()} == schema | {
+            "rounds": int,
+            "accepted": int,
+        }
+        assert 1 <= len(result["tokens"]) <= 12
+        assert result["finish_reason"] in ("eos", "length")
+    assert found["tokens"] == plain["tokens"]
+    assert out == found["text"] + "\n" == shown
+    assert plain["accepted"] == 0
+    assert plain["rounds"] == len(plain["tokens"]) - 1
+    assert found["rounds"] <= plain["rounds"]
+    assert f"drafter {name}" in note
+    assert note.count("\n") == 1
+
+
+def test_brackets_mark_what_was_drafted_and_hide_nothing(world, tmp_path):
+    found, out, note = ask(
+        world, tmp_path, "--drafter", world / "medusa", "--marks", "brackets"
+    )
+    assert re.sub(r"~[^~]*~|[{}]", "", out) == found["text"] + "\n"
+    assert "~" in out  # a random drafter is refused somewhere
+    assert "{accepted draft}" in note
+
+
+def test_sampling_depends_on_the_seed_alone(world, tmp_path):
+    options = ("--drafter", world / "medusa", "--temperature", 1, "--seed")
+    first, again, other = (ask(world, tmp_path, *options, s)[0] for s in (1, 1, 2))
+    assert first == again
+    assert first["tokens"] != other["tokens"]
+
+
+def test_raw_text_is_continued_without_the_template(world, tmp_path):
+    raw, _, _ = ask(world, tmp_path, "--drafter", "none", "--raw")
+    chat, _, _ = ask(world, tmp_path, "--drafter", "none")
+    assert raw["tokens"] != chat["tokens"]
+
+
+ROW = {
+    "drafter": str,
+    "task": str,
+    "temperature": float,
+    "gamma": int,
+    "rounds": int,
+    "tokens": int,
+    "tau": float,
+    "tau_low": float,
+    "tau_high": float,
+    "alpha_by_position": list,
+    "draft_cost": float,
+    "verify_ratio": float,
+    "speedup_predicted": float,
+    "speedup_measured": float,
+    "lossless": bool,
+}
+
+
+def test_bench_writes_a_row_for_each_temperature(world, tmp_path):
+    status, out, err = specjax(
+        *("bench", "--target", world / "toy", "--drafters", world / "medusa"),
+        *("--prompts", world / "asks.jsonl", "--temperature", 0, 1),
+        *("--num-prompts", 2, "--max-new-tokens", 10, "--out", tmp_path / "out"),
+        *("--json", tmp_path / "b.json"),
+    )
+    assert status == 0, err
+    result = json.loads((tmp_path / "b.json").read_text())
+    assert set(result) == {"target", "settings", "rows", "versions", "device"}
+    assert result["target"] == "toy"
+    assert result["settings"]["temperatures"] == [0.0, 1.0]
+    assert [r["temperature"] for r in result["rows"]] == [0.0, 1.0]
+    for row in result["rows"]:
+        assert {k: type(v) for k, v in row.items()} == ROW
+        assert (row["drafter"], row["task"], row["gamma"]) == ("medusa", "asks", 2)
+        assert row["lossless"] is True
+        assert 1 <= row["tau_low"] <= row["tau"] <= row["tau_high"] <= 3
+        assert len(row["alpha_by_position"]) == 2
+        assert row["verify_ratio"] > 0
+        assert row["draft_cost"] >= 0
+    assert "medusa" in out
+    assert (tmp_path / "out" / "bench.png").stat().st_size > 1000
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["b.json", "out"]
+
+
+def test_train_writes_a_drafter_that_generate_takes(world, tmp_path):
+    jax.config.update("jax_numpy_dtype_promotion", "standard")  # optax mixes dtypes
+    command = (
+        *("train", "medusa", "--target", world / "toy"),
+        *("--data", world / "chats.jsonl", "--length", 64, "--steps", 2),
+        *("--batch-size", 2, "--field", "gamma=2", "--out", tmp_path / "run"),
+        *("--json", tmp_path / "t.json"),
+    )
+    status, out, err = specjax(*command)
+    assert status == 0, err
+    last = json.loads((tmp_path / "t.json").read_text())
+    assert (last["step"], last["drafter"]) == (2, "medusa")
+    stored = json.loads((tmp_path / "run" / "drafter" / "drafter.json").read_text())
+    assert stored["about"]["target"] == "toy"
+    assert "specjax bench" in out
+    found, _, _ = ask(world, tmp_path, "--drafter", tmp_path / "run" / "drafter")
+    assert found["tokens"]
+    before = (tmp_path / "run" / "drafter" / "drafter.safetensors").read_bytes()
+    assert specjax(*command)[0] == 0  # nothing is left to do
+    after = (tmp_path / "run" / "drafter" / "drafter.safetensors").read_bytes()
+    assert after == before
+
+
+ASK = ("generate", "--prompt", "a", "--target", "TOY")
+BENCH = ("bench", "--target", "TOY", "--drafters", "MEDUSA")
+BAD = {
+    "no command": ((), "specjax"),
+    "unknown command": (("serve",), "serve"),
+    "unknown flag": (("generate", "--prompt", "a", "--heat", "1"), "heat"),
+    "no prompt": (("generate",), "prompt"),
+    "not a number": (("generate", "--prompt", "a", "--seed", "x"), "seed"),
+    "unknown target": (("generate", "--prompt", "a", "--target", "gpt"), "'gpt'"),
+    "temperature": (
+        (*ASK, "--temperature", "-1"),
+        "temperature",
+    ),
+    "no tokens": (
+        (*ASK, "--max-new-tokens", "0"),
+        "max_new_tokens",
+    ),
+    "empty prompt": (
+        ("generate", "--prompt", "", "--raw", "--target", "TOY"),
+        "at least one token",
+    ),
+    "unknown drafter": (
+        (*ASK, "--drafter", "eagle9"),
+        "registered: draft_model",
+    ),
+    "untrained drafter": (
+        (*ASK, "--drafter", "medusa"),
+        "specjax train",
+    ),
+    "no drafter there": (
+        (*ASK, "--drafter", "./nowhere"),
+        "no drafter in nowhere",
+    ),
+    "gamma beyond the heads": (
+        (*ASK, "--drafter", "MEDUSA", "--gamma", "9"),
+        "num_heads",
+    ),
+    "json in no folder": (("drafters", "--json", "OUT/no/d.json"), "no folder"),
+    "bench without prompts": (
+        (*BENCH, "--prompts", "OUT/p"),
+        "no file",
+    ),
+    "bench with broken prompts": (
+        (*BENCH, "--prompts", "BROKEN"),
+        "broken.jsonl:2",
+    ),
+    "bench of an unknown task": (
+        (*BENCH, "--tasks", "cooking"),
+        "unknown task cooking; the shipped ones are chat, code, math",
+    ),
+    "train of an unknown drafter": (
+        ("train", "eagle9", "--target", "TOY"),
+        "registered: draft_model",
+    ),
+    "train with an unknown field": (
+        ("train", "medusa", "--target", "TOY", "--field", "depth=3"),
+        "no field depth",
+    ),
+    "train without a file": (
+        ("train", "medusa", "--target", "TOY", "--data", "OUT/x", "--out", "OUT/r"),
+        "no file",
+    ),
+    "train with another drafter's start": (
+        ("train", "draft_model", "--target", "TOY", "--init", "MEDUSA"),
+        "medusa",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_status_2(world, tmp_path, case):
+    args, names = BAD[case]
+    places = {
+        "TOY": world / "toy",
+        "MEDUSA": world / "medusa",
+        "BROKEN": world / "broken.jsonl",
+        "OUT": tmp_path,
+    }
+    args = [re.sub(r"^[A-Z]+(?=/|$)", lambda m: str(places[m[0]]), a) for a in args]
+    status, _, err = specjax(*args)
+    assert status == 2
+    assert err.startswith("specjax: ")
+    assert err.count("\n") == 1
+    assert names in err
+    left = [p for p in tmp_path.rglob("*") if p.is_file()]
+    assert left == []
+
+
+def test_a_result_that_cannot_be_written_leaves_no_half(world, tmp_path, monkeypatch):
+    (tmp_path / "g.json").write_text("old")
+
+    def full(*args):
+        raise PermissionError("no space left")
+
+    monkeypatch.setattr("os.replace", full)
+    status, _, err = specjax("drafters", "--json", tmp_path / "g.json")
+    assert (status, err) == (2, "specjax: no space left\n")
+    assert (tmp_path / "g.json").read_text() == "old"
+
+
+def test_help_is_no_error():
+    status, out, _ = specjax("--help")
+    assert status == 0
+    assert all(name in out for name in ("bench", "generate", "train", "drafters"))
+    assert tempfile.gettempdir() not in out
