@@ -74,6 +74,7 @@ def save(
     (beside / "drafter.json").write_text(json.dumps(config, indent=2) + "\n")
     tensors = {k: v.astype(dtype) for k, v in flatten(params).items()}
     save_file(tensors, str(beside / "drafter.safetensors"))
+    (beside / "drafter.safetensors").chmod(0o644)  # the library writes 0600
     old = folder.with_name(folder.name + ".old")
     shutil.rmtree(old, ignore_errors=True)  # what a killed save may have left
     if folder.exists():

@@ -16,12 +16,10 @@ from specjax.commands import bench, generate, listing, train
 EXPECTED = (
     ValueError,
     KeyError,
-    FileNotFoundError,
+    OSError,
     FloatingPointError,
     ModuleNotFoundError,
     NotImplementedError,
-    PermissionError,
-    ConnectionError,
 )
 
 Command = (

@@ -307,7 +307,7 @@ def start(
     reach, limit = int(lengths.max()) + max_new_tokens, model.drafter.max_positions
     if limit is not None and reach > limit:
         warnings.warn(
-            f"{type(model.drafter).__name__} was made for {limit} positions and the "
+            f"{type(model.drafter).__name__} was made for {limit} positions; the "
             f"text may reach {reach}: it stays exact, acceptance may fall past {limit}.",
             stacklevel=2,
         )

@@ -273,8 +273,9 @@ def train(
                 "drafter": type(drafter).__name__,
                 "fields": json.loads(json.dumps(dataclasses.asdict(drafter))),
                 "config": dataclasses.asdict(config),
-                "texts": _digest(texts.tokens),
+                "texts": _digest((texts.tokens, texts.mask)),
                 "target": pretrained.name,
+                "weights": _digest(pretrained.params),
             }
             keeper = Checkpoints(pathlib.Path(folder) / "checkpoints", about)
             stack.callback(keeper.close)

@@ -29,7 +29,7 @@ class Bench:
     max_new_tokens: int = 96
     batch_size: int = 1
     seed: int = 0
-    quick: bool = False  # 3 prompts a task, temperature 1 only for the certificate
+    quick: bool = False  # 3 prompts a task, 48 tokens, fewer repeats
     out: pathlib.Path | None = None  # folder for bench.json and bench.png
     json: pathlib.Path | None = None  # the JSON goes here instead
 
@@ -38,6 +38,7 @@ class Bench:
 
         from specjax import bench, checkpoints, console, targets, testing
 
+        common.check_writable(self.json)
         pretrained = targets.load(self.target)
         tasks = self._tasks()
         settings = bench.Settings(

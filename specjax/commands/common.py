@@ -59,6 +59,18 @@ def with_gamma(drafter: Any, gamma: int | None) -> Any:
     return dataclasses.replace(drafter, gamma=gamma)
 
 
+def check_writable(path: pathlib.Path | None) -> None:
+    """Refuses a file that cannot be written, before the work and not after it."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; --json needs a file.")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(
+            f"no folder {path.parent} to write {path.name} in; create it first."
+        )
+
+
 def versions() -> dict[str, str]:
     names = ("specjax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
     found = {n: importlib.metadata.version(n) for n in names}

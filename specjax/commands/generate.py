@@ -35,6 +35,7 @@ class Generate:
         from specjax.sampling import Sampling
 
         sampling = Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
+        common.check_writable(self.json)
         pretrained = targets.load(self.target)
         tokenizer = pretrained.tokenizer
         chat = [{"role": "user", "content": self.prompt}]

@@ -38,6 +38,7 @@ class Train:
         from specjax import checkpoints, drafters, figures, targets, training
 
         cls = drafters.get(self.drafter)
+        common.check_writable(self.json)
         pretrained = targets.load(self.target)
         settings = {
             name: getattr(self, name)
@@ -66,7 +67,10 @@ class Train:
                     f"{self.drafter} has no field {', '.join(unknown)}; it has "
                     f"{', '.join(sorted(known))}."
                 )
-            drafter = cls.for_target(target.config, mask_token_id, **fields)
+            try:
+                drafter = cls.for_target(target.config, mask_token_id, **fields)
+            except TypeError as error:
+                raise ValueError(f"{self.drafter}: bad --field ({error}).") from None
 
         out = (
             self.out or pathlib.Path("runs") / "train" / f"{self.target}-{self.drafter}"
@@ -116,6 +120,11 @@ class Train:
             f"--drafters {folder}"
         )
 
+    def _recipe(self) -> list:
+        """What besides the files decides the training texts."""
+        made = None if self.data else self.self_prompts
+        return [self.regenerate, made, self.length, self.seed, self.target]
+
     def _texts(self, pretrained, out: pathlib.Path):
         """The training rows, kept in the run's folder for a resumed run to find."""
         import numpy as np
@@ -123,8 +132,14 @@ class Train:
         from specjax import corpus
 
         kept = out / "texts.npz"
+        source = json.dumps([[str(p) for p in self.data], *self._recipe()])
         if kept.exists():
             stored = np.load(kept)
+            if str(stored["source"]) != source:
+                raise ValueError(
+                    f"{kept} was made from other data or settings "
+                    f"({stored['source']}); use a new --out folder."
+                )
             return corpus.Texts(stored["tokens"], stored["mask"])
         import jax
 
@@ -143,7 +158,9 @@ class Train:
             ]
         texts = corpus.pack(examples, self.length)
         beside = out / "texts.partial.npz"
-        np.savez_compressed(beside, tokens=texts.tokens, mask=texts.mask)
+        np.savez_compressed(
+            beside, tokens=texts.tokens, mask=texts.mask, source=np.array(source)
+        )
         os.replace(beside, kept)
         learned = int(texts.mask.sum())
         print(f"{len(texts)} texts, {learned} tokens to learn")

@@ -178,6 +178,7 @@ def save_pretrained(folder: pathlib.Path, pretrained: Pretrained) -> None:
     (beside / "generation_config.json").write_text(generation)
     tensors = convert.tensors_from_params(config, pretrained.params)
     save_file(tensors, str(beside / "model.safetensors"), metadata={"format": "pt"})
+    (beside / "model.safetensors").chmod(0o644)  # the library writes 0600
     pretrained.tokenizer.save(beside)
     old = folder.with_name(f"{folder.name}.{os.getpid()}.old")
     if folder.exists():
