@@ -308,7 +308,7 @@ def start(
     if limit is not None and reach > limit:
         warnings.warn(
             f"{type(model.drafter).__name__} was made for {limit} positions; the "
-            f"text may reach {reach}: it stays exact, acceptance may fall past {limit}.",
+            f"text may reach {reach}: still exact, but acceptance may fall past it.",
             stacklevel=2,
         )
     needed = max(int(lengths.max()) + max_new_tokens + N, tokens.shape[1])
