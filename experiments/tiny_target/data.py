@@ -49,7 +49,7 @@ SYSTEMS = (
 MIXTURE = {
     "code_tasks": ("code", (0.16, 0.20)),
     "stdlib_chat": ("code", (0.08, 0.10)),
-    "stdlib_raw": ("code", (0.08, 0.02)),
+    "stdlib_raw": ("files", (0.08, 0.02)),
     "math_tasks": ("math", (0.26, 0.30)),
     "smollm": ("chat", (0.13, 0.15)),
     "chat_tasks": ("chat", (0.16, 0.19)),
