@@ -186,7 +186,7 @@ def invent_prompts(
     written = batched(
         pretrained,
         [opening] * count,
-        sampling=Sampling(temperature=1.0, top_p=0.95),
+        sampling=Sampling(temperature=1.0, min_p=0.02),  # no sort, unlike top-p
         max_new_tokens=64,
         key=key,
         **options,
@@ -224,12 +224,15 @@ def answer(
 
 
 def self_made(
-    pretrained: Pretrained, count: int, seed: int, **options: Any
+    pretrained: Pretrained, count: int, seed: int, length: int = 128, **options: Any
 ) -> list[Example]:
-    """Chats of which the target writes both sides: no data set is needed."""
+    """Chats of which the target writes both sides: no data set is needed.
+
+    Answers have at most `length` tokens: no more of a text is kept.
+    """
     prompt_key, answer_key = jax.random.split(jax.random.key(seed))
     prompts = invent_prompts(pretrained, count, prompt_key, **options)
-    return answer(pretrained, prompts, key=answer_key, **options)
+    return answer(pretrained, prompts, max_new_tokens=length, key=answer_key, **options)
 
 
 def pack(examples: Sequence[Example], length: int) -> Texts:

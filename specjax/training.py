@@ -34,9 +34,9 @@ from specjax.typing import Params, PRNGKey
 class TrainConfig:
     """Optimisation settings; the same for every drafter unless its paper says more."""
 
-    steps: int = 400
-    batch_size: int = 16  # texts per step
-    learning_rate: float = 2e-3  # peak, reached after the warm-up
+    steps: int = 300
+    batch_size: int = 8  # texts per step
+    learning_rate: float = 4e-3  # peak, reached after the warm-up
     warmup: float = 0.04  # share of the steps
     final: float = 0.05  # share of the peak that the cosine ends at
     weight_decay: float = 0.0

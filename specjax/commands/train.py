@@ -20,8 +20,8 @@ class Train:
     target: str = "tiny"
     data: tuple[pathlib.Path, ...] = ()  # .jsonl of `messages`, `text` or `turns`
     regenerate: bool = False  # let the target write the answers to the data's prompts
-    self_prompts: int = 1536  # chats that the target invents where no data is given
-    length: int = 256  # tokens of a training text
+    self_prompts: int = 1024  # chats that the target invents where no data is given
+    length: int = 128  # tokens of a training text
     steps: int | None = None
     batch_size: int | None = None
     learning_rate: float | None = None
@@ -147,11 +147,18 @@ class Train:
             print(
                 f"{pretrained.name} writes {self.self_prompts} chats to learn from ..."
             )
-            examples = corpus.self_made(pretrained, self.self_prompts, self.seed)
+            examples = corpus.self_made(
+                pretrained, self.self_prompts, self.seed, self.length
+            )
         elif self.regenerate:
             prompts = [p for path in self.data for p in corpus.read_prompts(path)]
             print(f"{pretrained.name} answers {len(prompts)} prompts ...")
-            examples = corpus.answer(pretrained, prompts, key=jax.random.key(self.seed))
+            examples = corpus.answer(
+                pretrained,
+                prompts,
+                max_new_tokens=self.length,
+                key=jax.random.key(self.seed),
+            )
         else:
             examples = [
                 e for path in self.data for e in corpus.read_examples(path, pretrained)
