@@ -3,9 +3,9 @@
     python experiments/release/shipped_drafters.py                 # tiny: all of them
     python experiments/release/shipped_drafters.py --names medusa
 
-Each is `specjax train` with its default settings but the steps below, the target writing
-its own data; the seconds are kept in the drafter's `about`. Run time: two to four minutes
-a drafter.
+Each is `specjax train` with its default settings but the steps below, the target
+writing its own data; the seconds are kept in the drafter's `about`. Run time: two to
+four minutes a drafter.
 """
 
 import dataclasses
