@@ -94,7 +94,7 @@ class DraftModel:
                 f"{self.config.vocab_size} ids, the target {shared.embed.shape[0]}."
             )
         tokens = jnp.zeros((1, 1), jnp.int32)
-        params = Transformer(self.config).init(key, tokens)["params"]
+        params: Params = Transformer(self.config).init(key, tokens)["params"]
         if shared.embed.shape[1] == self.config.width:  # start from the target's table
             params = params | {"embed": shared.embed.astype(params["embed"].dtype)}
         return params
