@@ -209,38 +209,39 @@ class Bench:
         return drafted, plain
 
     def seconds_per_round(self, model: Model, weights: Weights, prompts) -> float:
-        """Median over repeats of rounds that never end a row."""
+        """Time of rounds that never end a row."""
         never = tuple(-2 for _ in model.stop_ids)  # of the same shape: compiled once
         endless = dataclasses.replace(model, stop_ids=never)
         rounds = min(
             self.settings.timing_rounds,
             max(1, (self.settings.max_new_tokens - 1) // model.drafter.tree.num_nodes),
         )
-        times = []
-        for _ in range(self.settings.timing_repeats + 1):  # the first one compiles
-            progress = jax.block_until_ready(self.start(endless, weights, prompts, 0))
-            began = time.perf_counter()
-            progress = advance(endless, weights, progress, jnp.asarray(rounds))
-            ran = int(jax.block_until_ready(progress).num_rounds)
-            times.append((time.perf_counter() - began) / ran)
-        return float(np.median(times[1:]))
+        progress = jax.block_until_ready(self.start(endless, weights, prompts, 0))
+        began = time.perf_counter()
+        progress = advance(endless, weights, progress, jnp.asarray(rounds))
+        ran = int(jax.block_until_ready(progress).num_rounds)
+        return (time.perf_counter() - began) / ran
 
     def costs(self, drafter: Any, params: Any, temperature: float) -> Costs:
+        """Medians over repeats, the three kinds of round timed in turn in each."""
         prompts = self.batches(next(iter(self.tasks)))[0]
         target = self.pretrained.params
-        free = Weights(target, None)
-        verifier = FreeDrafter(gamma=drafter.gamma)
-        return Costs(
-            plain=self.seconds_per_round(
-                self.model(NoDrafter(), temperature), free, prompts
-            ),
-            verify=self.seconds_per_round(
-                self.model(verifier, temperature), free, prompts
-            ),
-            whole=self.seconds_per_round(
-                self.model(drafter, temperature), Weights(target, params), prompts
-            ),
+        kinds = (
+            (NoDrafter(), None),
+            (FreeDrafter(gamma=drafter.gamma), None),
+            (drafter, params),
         )
+        times = [
+            [
+                self.seconds_per_round(
+                    self.model(kind, temperature), Weights(target, weights), prompts
+                )
+                for kind, weights in kinds
+            ]
+            for _ in range(self.settings.timing_repeats + 1)
+        ]
+        plain, verify, whole = np.median(times[1:], axis=0)  # the first one compiles
+        return Costs(plain=float(plain), verify=float(verify), whole=float(whole))
 
     def rows(
         self,
