@@ -5,7 +5,7 @@ and min-p (Nguyen et al. 2024, arXiv:2407.01082) needs no sort of the 49,152 tok
 Answers are appended to a JSONL file batch by batch; a second call goes on where the
 first ended.
 
-    python answers.py --out /tmp/tiny/answers.jsonl --minutes 22
+    python answers.py --out runs/tiny/answers.jsonl --minutes 22
 """
 
 import dataclasses

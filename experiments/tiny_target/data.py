@@ -11,7 +11,7 @@ A document whose prompt hashes into the held-out class is never trained on, and 
 shares eight words in a row with a benchmark prompt (`--exclude`) is dropped. Each shard
 holds rows of 256 or 512 tokens with several documents, numbered in `segments`.
 
-    python data.py --out /tmp/tiny --answers /tmp/tiny/answers.jsonl --texts /tmp/texts
+    python data.py --out runs/tiny --answers runs/tiny/answers.jsonl --texts runs/texts
 """
 
 import ast

@@ -6,7 +6,7 @@ follows the wall-clock, because the machine is shared: `minutes` is the whole ru
 learning rate warms up, stays, and decays linearly over the last `decay` of the time;
 phase 2 of the data starts at `switch`. A killed run resumes from its last checkpoint.
 
-    python train.py --data /tmp/tiny --out /tmp/tiny/run --minutes 55
+    python train.py --data runs/tiny --out runs/tiny/run --minutes 55
 """
 
 import dataclasses
