@@ -33,6 +33,7 @@ from specjax.drafters.none import NoDrafter
 from specjax.generate import Model, Weights, advance, start
 from specjax.sampling import GREEDY
 from specjax.targets.base import Pretrained
+from specjax.tree import Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +62,11 @@ def round_of(
     pretrained: Pretrained, config: Config, num_nodes: int
 ) -> Callable[[], float]:
     """Seconds of a round of N nodes, from a fresh copy of the prefilled state."""
-    drafter = bench.FreeDrafter(gamma=num_nodes - 1) if num_nodes > 1 else NoDrafter()
+    drafter = (
+        bench.FreeDrafter(tree=Tree.chain(num_nodes - 1))
+        if num_nodes > 1
+        else NoDrafter()
+    )
     model = Model(pretrained.target, drafter, GREEDY)  # no stop ids: no row ends
     weights = Weights(pretrained.params, None)
     widest = max(config.num_nodes)

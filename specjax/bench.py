@@ -36,7 +36,7 @@ from specjax.generate import (
 from specjax.metrics import Trace
 from specjax.sampling import Sampling
 from specjax.targets.base import Pretrained
-from specjax.tree import Tree
+from specjax.tree import DynamicTree, Tree
 
 TIE = 1e-3  # logits closer than this may swap between passes of different width
 
@@ -45,16 +45,18 @@ TIE = 1e-3  # logits closer than this may swap between passes of different width
 class FreeDrafter(NoDrafter):
     """Proposes the anchor G times at no cost: a round with it is the verify pass."""
 
-    gamma: int = 1
-
-    @property
-    def tree(self) -> Tree:
-        return Tree.chain(self.gamma)
+    tree: Tree | DynamicTree = dataclasses.field(default=Tree.chain(1))
 
     def draft(self, params, shared, state, anchor, sampling, keys):
         del params, sampling, keys
-        tokens = jnp.repeat(anchor[:, None], self.gamma, axis=1)
-        probs = jax.nn.one_hot(tokens, shared.head.shape[0])
+        (B,), N = anchor.shape, self.tree.num_nodes
+        tokens = jnp.repeat(anchor[:, None], N - 1, axis=1)
+        if isinstance(self.tree, DynamicTree):  # a chain as far as it may reach
+            chain = jnp.minimum(
+                jnp.arange(-1, N - 1, dtype=jnp.int32), self.tree.depth - 1
+            )
+            return Draft(tokens, None, jnp.broadcast_to(chain, (B, N))), state
+        probs = jax.nn.one_hot(tokens[:, : len(self.tree.inner)], shared.head.shape[0])
         return Draft(tokens=tokens, probs=probs), state
 
 
@@ -70,6 +72,7 @@ class Settings:
     top_k: int | None = None
     top_p: float = 1.0
     min_p: float = 0.0
+    rule: str | None = None  # of `verify.RULES`; None: the exact one that suits
     timing_rounds: int = 48  # rounds a repeat of the cost measurement
     timing_repeats: int = 5
 
@@ -161,6 +164,7 @@ class Bench:
             drafter,
             self.settings.sampling(temperature),
             self.pretrained.stop_ids,
+            None if isinstance(drafter, NoDrafter) else self.settings.rule,
         )
 
     def batches(self, task: str) -> list[list[list[int]]]:
@@ -228,7 +232,7 @@ class Bench:
         target = self.pretrained.params
         kinds = (
             (NoDrafter(), None),
-            (FreeDrafter(gamma=drafter.gamma), None),
+            (FreeDrafter(tree=drafter.tree), None),
             (drafter, params),
         )
         times = [
@@ -273,7 +277,9 @@ class Bench:
                     "drafter": name,
                     "task": task,
                     "temperature": temperature,
-                    "gamma": drafter.gamma,
+                    "gamma": drafter.tree.depth,
+                    "nodes": drafter.tree.num_nodes,
+                    "rule": "greedy" if model.sampling.greedy else model.rule_name,
                     "rounds": int(metrics.num_rounds(run.trace).sum()),
                     "tokens": int(run.trace.num_committed.sum()),
                     "tau": tau,

@@ -70,7 +70,9 @@ def save(
     beside = folder.with_name(folder.name + ".partial")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
-    config = {"name": name, "config": dataclasses.asdict(drafter), "about": about or {}}
+    fields = dataclasses.asdict(drafter)
+    fields.pop("topology", None)  # a choice of the run, not of the weights
+    config = {"name": name, "config": fields, "about": about or {}}
     (beside / "drafter.json").write_text(json.dumps(config, indent=2) + "\n")
     tensors = {k: v.astype(dtype) for k, v in flatten(params).items()}
     save_file(tensors, str(beside / "drafter.safetensors"))

@@ -1,4 +1,4 @@
-"""The command line: `specjax bench | generate | train | drafters | info`.
+"""The command line: `specjax bench | certify | generate | train | drafters | info`.
 
 Bad input ends in one line on stderr and exit status 2.
 """
@@ -11,7 +11,7 @@ from typing import Annotated
 
 import tyro
 
-from specjax.commands import bench, generate, listing, train
+from specjax.commands import bench, certify, generate, listing, train
 
 EXPECTED = (
     ValueError,
@@ -24,6 +24,7 @@ EXPECTED = (
 
 Command = (
     Annotated[bench.Bench, tyro.conf.subcommand("bench")]
+    | Annotated[certify.Certify, tyro.conf.subcommand("certify")]
     | Annotated[generate.Generate, tyro.conf.subcommand("generate")]
     | Annotated[train.Train, tyro.conf.subcommand("train")]
     | Annotated[listing.Drafters, tyro.conf.subcommand("drafters")]

@@ -69,7 +69,7 @@ def fates(result: Generation, row: int = 0) -> list[tuple[int, str]]:
         at += committed
         told += [(t, ACCEPTED) for t in new[:accepted]]
         if refused:
-            told += [(int(t), REJECTED) for t in drafted[accepted:]]
+            told += [(int(t), REJECTED) for t in drafted[accepted:] if t >= 0]
         told += [(t, OWN) for t in new[accepted:]]
     return told
 
@@ -197,3 +197,48 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
             f"{'yes' if all(r['lossless'] for r in mine) else '**no**'} |"
         )
     return "\n".join(lines)
+
+
+def certificate_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """`specjax certify`: one row per check."""
+    table = Table(title="certificate", title_justify="left", header_style="bold")
+    for name in ("drafter", "topology", "rule", "sampling", "method"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("max TV", justify="right")
+    table.add_column("p-value", justify="right")
+    table.add_column("passed", justify="center")
+    before = None
+    for r in rows:
+        if before not in (None, r["drafter"]):
+            table.add_section()
+        before = r["drafter"]
+        table.add_row(
+            r["drafter"],
+            r["topology"],
+            r["rule"],
+            r["sampling"],
+            r["method"],
+            f"{r['max_tv']:.1e}" if "max_tv" in r else "",
+            f"{r['p_value']:.3f}" if "p_value" in r else "",
+            "yes" if r["passed"] else "[bold red]NO[/]",
+        )
+    return table
+
+
+def bugs_table(bugs: Sequence[dict[str, Any]]) -> Table:
+    """Planted bugs: the margin is how many times over the limit each one is."""
+    title = "planted bugs: each must be caught on two fixtures"
+    table = Table(title=title, title_justify="left", header_style="bold")
+    for name in ("bug", "method"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("times over the limit", justify="right")
+    table.add_column("caught", justify="center")
+    for b in bugs:
+        margin = b["margin"]
+        table.add_row(
+            b["name"],
+            b["method"],
+            f"{margin:,.0f}" if margin < 1e6 else f"{margin:.0e}",
+            "yes" if b["caught"] else "[bold red]NO[/]",
+        )
+    return table

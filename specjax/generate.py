@@ -29,7 +29,7 @@ from specjax.drafters.none import NoDrafter
 from specjax.kv_cache import KVCache
 from specjax.metrics import Trace
 from specjax.pytree import pytree
-from specjax.sampling import Sampling
+from specjax.sampling import GREEDY, Sampling
 from specjax.typing import Array, Bool, Int, Keys, Params, PRNGKey
 from specjax.verify import PAD
 
@@ -46,6 +46,23 @@ class Model:
     sampling: Sampling
     # Tokens that end a row and stay in its text. Traced: they never cause a compile.
     stop_ids: tuple[int, ...] = dataclasses.field(default=(), compare=False)
+    rule: str | None = None  # of `verify.RULES`; None: the exact one that suits
+    # How drafts are drawn; None: as the target's tokens are. Greedy settings propose
+    # the likeliest children. Any setting is exact.
+    draft_sampling: Sampling | None = None
+
+    @property
+    def drafting(self) -> Sampling:
+        """The settings that drafts are drawn under."""
+        if self.draft_sampling is not None:
+            return self.draft_sampling
+        if getattr(self.drafter, "propose", "sample") == "argmax":
+            return GREEDY
+        return self.sampling
+
+    @property
+    def rule_name(self) -> str:
+        return self.rule or verify.default_rule(self.drafter.tree, self.drafting)
 
 
 @pytree
@@ -123,7 +140,7 @@ def _append(progress: Progress, new: Int[Array, "B N"], room: Int[Array, "B"]):
 def _round(model: Model, weights: Weights, progress: Progress) -> Progress:
     """One round of every row."""
     target, drafter, sampling = model.target, model.drafter, model.sampling
-    shared = target.shared(weights.target)
+    shared, tree = target.shared(weights.target), drafter.tree
     running = progress.reason == RUNNING
     length = progress.cache.length
     draft_keys, verify_keys = _round_keys(progress.keys, length)
@@ -134,25 +151,30 @@ def _round(model: Model, weights: Weights, progress: Progress) -> Progress:
             shared,
             progress.state,
             progress.anchor,
-            sampling,
+            model.drafting,
             draft_keys,
         )
 
     with jax.named_scope("verify"):
-        nodes = jnp.concatenate([progress.anchor[:, None], draft.tokens], axis=1)
+        # A node that was not drafted is fed as token 0; nothing real sees it.
+        drafted = jnp.maximum(draft.tokens, 0)
+        nodes = jnp.concatenate([progress.anchor[:, None], drafted], axis=1)
+        if draft.parents is None:
+            ancestors, depths = tree.ancestors, tree.depths
+        else:
+            _, ancestors, depths = jax.vmap(lambda d: verify.topology(d, tree))(draft)
         out = target(
             weights.target,
             nodes,
             progress.cache,
-            ancestors=drafter.tree.ancestors,
-            depths=drafter.tree.depths,
+            ancestors=ancestors,
+            depths=depths,
             taps=drafter.taps,
         )
         logits = target.logits(weights.target, out.hidden)
-        judge = functools.partial(verify.verify, sampling=sampling)
-        verdict = jax.vmap(lambda t, q, p, k: judge(t, q, p, key=k))(
-            draft.tokens, draft.probs, logits, verify_keys
-        )
+        rule = verify.get(model.rule_name)
+        judge = lambda d, z, k: verify.verify(d, z, sampling, k, tree, rule)
+        verdict = jax.vmap(judge)(draft, logits, verify_keys)
 
     with jax.named_scope("commit"):
         n, i = verdict.num_accepted, progress.num_rounds
@@ -161,17 +183,26 @@ def _round(model: Model, weights: Weights, progress: Progress) -> Progress:
         # What a stop id or the limit cut off is not committed either: count - 1 drafts
         # and, on a row that had ended, nothing at all (-1).
         kept = dataclasses.replace(verdict, num_accepted=count - 1)
-        cache = kv_cache.commit(out.cache, None, kept.num_committed)
-        state = drafter.commit(
-            weights.drafter, shared, state, kept, nodes, out.features
-        )
+        path, features = verdict.path, out.features
+        cache = kv_cache.commit(out.cache, path, kept.num_committed)
+        if path is not None:
+            rows = jnp.arange(len(n))[:, None]
+            nodes, features = nodes[rows, path], features[rows, path]
+        state = drafter.commit(weights.drafter, shared, state, kept, nodes, features)
         whole = count == verdict.num_committed
+        shown = jax.vmap(lambda d, v: verify.followed(d, v, tree))(draft, verdict)
+        refused = (
+            jnp.take_along_axis(
+                jnp.pad(shown, ((0, 0), (0, 1)), constant_values=PAD), n[:, None], 1
+            )[:, 0]
+            != PAD
+        )
         trace = progress.trace
         trace = Trace(
             num_accepted=trace.num_accepted.at[:, i].set(jnp.minimum(n, count)),
             num_committed=trace.num_committed.at[:, i].set(count),
-            rejected=trace.rejected.at[:, i].set(whole & (n < draft.tokens.shape[1])),
-            drafted=trace.drafted.at[:, i].set(draft.tokens),
+            rejected=trace.rejected.at[:, i].set(whole & refused),
+            drafted=trace.drafted.at[:, i].set(shown),
         )
     return dataclasses.replace(
         progress,
@@ -199,7 +230,7 @@ def prefill(
 ) -> Progress:
     """Reads the prompts (right-padded), draws the first token, readies the drafter."""
     target, drafter = model.target, model.drafter
-    B, W, G = prompts.shape[0], max_new_tokens, drafter.gamma
+    B, W, D = prompts.shape[0], max_new_tokens, drafter.tree.depth
     shared = target.shared(weights.target)
     cache = target.init_cache(B, cache_size, weights.target["embed"].dtype)
     out = target(weights.target, prompts, cache, taps=drafter.taps)
@@ -226,7 +257,7 @@ def prefill(
             num_accepted=jnp.zeros((B, W), jnp.int32),
             num_committed=jnp.zeros((B, W), jnp.int32),
             rejected=jnp.zeros((B, W), bool),
-            drafted=jnp.full((B, W, G), PAD, jnp.int32),
+            drafted=jnp.full((B, W, D), PAD, jnp.int32),
         ),
         valid=jnp.ones((B,), bool),
     )
@@ -289,6 +320,7 @@ def start(
       width: tokens that prompts are padded to: one compiled prefill for many calls.
     """
     config = model.target.config
+    verify.check(model.rule_name, model.drafter.tree, model.drafting)
     tokens, lengths = pad_prompts(prompts, width)
     N = model.drafter.tree.num_nodes
     if max_new_tokens < 1:
@@ -383,4 +415,4 @@ def stream(
 
 def autoregressive(model: Model) -> Model:
     """The same run without a drafter: the baseline."""
-    return dataclasses.replace(model, drafter=NoDrafter())
+    return Model(model.target, NoDrafter(), model.sampling, model.stop_ids)

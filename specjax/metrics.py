@@ -18,10 +18,13 @@ class Trace:
     num_accepted: Int[Array, "B R"]  # drafted tokens that reached the text
     num_committed: Int[Array, "B R"]  # tokens that reached the text, bonus included
     rejected: Bool[Array, "B R"]  # the drafted token after the accepted was refused
-    drafted: Int[Array, "B R G"]  # the drafted tokens themselves
+    # The drafted tokens; of a tree, those on the accepted path and what was refused
+    # after it (`verify.followed`).
+    drafted: Int[Array, "B R D"]
 
     @property
-    def gamma(self) -> int:
+    def depth(self) -> int:
+        """Most tokens a round could accept."""
         return self.drafted.shape[2]
 
 
@@ -61,7 +64,7 @@ def alpha_by_position(trace: Trace) -> list[float]:
     """
     accepted, rejected = np.asarray(trace.num_accepted), np.asarray(trace.rejected)
     alphas = []
-    for k in range(1, trace.gamma + 1):
+    for k in range(1, trace.depth + 1):
         kept = int(np.sum(accepted >= k))
         refused = int(np.sum((accepted == k - 1) & rejected))
         alphas.append(kept / (kept + refused) if kept + refused else float("nan"))
@@ -74,7 +77,7 @@ def survival_by_position(trace: Trace) -> list[float]:
     accepted = np.asarray(trace.num_accepted)
     return [
         float(np.sum(accepted >= k) / rounds) if rounds else float("nan")
-        for k in range(1, trace.gamma + 1)
+        for k in range(1, trace.depth + 1)
     ]
 
 

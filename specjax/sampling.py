@@ -23,6 +23,7 @@ class Sampling:
     top_k: int | None = None  # keep the k likeliest; None, 0 and -1 are off
     top_p: float = 1.0  # keep the fewest tokens that reach this mass; 1 is off
     min_p: float = 0.0  # drop tokens under min_p times the largest; 0 is off
+    num_ids: int | None = None  # ids from here on are never drawn: rows that pad a head
 
     def __post_init__(self):
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -43,6 +44,8 @@ class Sampling:
             raise ValueError(
                 f"min_p must lie in [0, 1], 0 being off; got {self.min_p}."
             )
+        if self.num_ids is not None and self.num_ids < 1:
+            raise ValueError(f"num_ids must be >= 1 or None, got {self.num_ids}.")
         # One spelling of "off", so that equal settings compile once.
         object.__setattr__(self, "top_k", self.top_k if (self.top_k or 0) > 0 else None)
 
@@ -52,9 +55,9 @@ class Sampling:
 
     def probs(self, logits: Float[Array, "*B V"]) -> Float[Array, "*B V"]:
         """The law after all settings, float32, rows sum to 1."""
-        logits = jnp.where(jnp.isnan(logits), -jnp.inf, logits.astype(jnp.float32))
         if self.greedy:
-            return jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1])
+            return jax.nn.one_hot(self.best(logits), logits.shape[-1])
+        logits = self.possible(logits)
         logits = logits / self.temperature
         if self.top_k is not None or self.top_p < 1:
             logits = self._keep_likeliest(logits)
@@ -64,6 +67,18 @@ class Sampling:
             probs = jnp.where(probs >= floor, probs, 0.0)
             probs = probs / jnp.sum(probs, axis=-1, keepdims=True)
         return probs
+
+    def possible(self, logits: Float[Array, "*B V"]) -> Float[Array, "*B V"]:
+        """float32 logits, -inf for NaN and for ids that no text may hold."""
+        banned = jnp.isnan(logits)
+        if self.num_ids is not None and self.num_ids < logits.shape[-1]:
+            beyond = jnp.arange(logits.shape[-1]) >= self.num_ids
+            banned = banned | jnp.broadcast_to(beyond, banned.shape)
+        return jnp.where(banned, -jnp.inf, logits.astype(jnp.float32))
+
+    def best(self, logits: Float[Array, "*B V"]) -> Int[Array, "*B"]:
+        """The likeliest token; the lowest id of several."""
+        return jnp.argmax(self.possible(logits), axis=-1).astype(jnp.int32)
 
     def _keep_likeliest(self, logits):
         order = jnp.argsort(logits, axis=-1, descending=True, stable=True)
@@ -82,10 +97,9 @@ class Sampling:
         self, logits: Float[Array, "*B V"], key: PRNGKey
     ) -> tuple[Int[Array, "*B"], Float[Array, "*B V"]]:
         """Draws one token a row and returns it with the law that it was drawn from."""
-        if self.greedy:
-            probs = self.probs(logits)
-            return jnp.argmax(probs, axis=-1).astype(jnp.int32), probs
         probs = self.probs(logits)
+        if self.greedy:
+            return jnp.argmax(probs, axis=-1).astype(jnp.int32), probs
         return categorical(probs, key), probs
 
 

@@ -1,4 +1,4 @@
-"""Small models and exact oracles, for tests, notebooks and the lossless check.
+"""Small models and exact oracles, for tests, notebooks and the certificate.
 
 A sampler is checked by the joint law of its first tokens, never by one token alone: a
 residual or bonus read from the wrong row leaves the first token exactly right. The law
@@ -6,7 +6,6 @@ is enumerated, so the only error is that of the sample, and the false-alarm rate
 threshold on the p-value.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,8 +16,6 @@ import numpy as np
 from scipy import special
 
 from specjax import drafters
-from specjax.generate import Model, Weights, advance, finish, start
-from specjax.metrics import accepted_per_round
 from specjax.sampling import Sampling
 from specjax.targets.llama import Llama
 from specjax.transformer import TransformerConfig
@@ -143,78 +140,3 @@ def chi_square(counts: np.ndarray, law: np.ndarray, pool: float = 10.0) -> float
         return 1.0
     statistic = np.sum((observed - expected) ** 2 / expected)
     return float(special.gammaincc((len(expected) - 1) / 2, statistic / 2))
-
-
-@dataclasses.dataclass(frozen=True)
-class Certificate:
-    """The outcome of one `certify`."""
-
-    p_value: float  # of the joint of the first `tokens` tokens
-    passed: bool
-    rows: int  # texts generated
-    tokens: int
-    accepted: float  # mean drafted tokens accepted per round: 0 would test little
-
-
-def certify(
-    drafter_name: str,
-    sampling: Sampling,
-    *,
-    rows: int = 4096,
-    num_tokens: int = 4,
-    seed: int = 0,
-    false_alarm: float = FALSE_ALARM,
-    **fields: Any,
-) -> Certificate:
-    """Checks by sampling that the engine with a drafter keeps the target's law.
-
-    A random target over few ids, a random drafter, many rows from one prompt through
-    the real engine, and a chi-square of their first tokens against the enumerated
-    law. It fails a right drafter with probability `false_alarm`; `fields` go to the
-    drafter. At temperature 0 compare texts instead, which is exact.
-    """
-    if sampling.greedy:
-        raise ValueError(
-            f"certify needs a sampled law, got {sampling}; for greedy decoding compare "
-            "the text with that of `generate.autoregressive`."
-        )
-    target, params = tiny_target(
-        seed,
-        scale=12.0,
-        vocab_size=4,
-        width=8,
-        num_heads=2,
-        num_kv_heads=1,
-        head_width=4,
-        mlp_width=8,
-    )
-    # Two drafts, so that the first four tokens hold a whole round with its bonus.
-    fields = {"gamma": 2} | fields
-    drafter, weights = tiny_drafter(drafter_name, target, params, seed + 1, **fields)
-    # Small weights give a flat law, which keeps whole drafts often enough to judge the
-    # bonus behind them.
-    weights = perturb(jax.tree.map(lambda x: 0.1 * x, weights), seed)
-    prompt = [1, 0, 2]
-    model = Model(target, drafter, sampling)
-    arrays = Weights(target=params, drafter=weights)
-    progress = start(
-        model,
-        arrays,
-        [prompt] * rows,
-        max_new_tokens=num_tokens + 1,  # the end of the text must not hide the bonus
-        key=jax.random.key(seed),
-        cache_size=32,
-    )
-    everything = jnp.asarray(num_tokens)
-    rounds = advance.lower(model, arrays, progress, everything).compile(FAST)
-    run = finish(model, rounds(arrays, progress, everything))
-    texts = np.array([tokens[:num_tokens] for tokens in run.tokens])
-    law = target_law(target, params, prompt, sampling, num_tokens)
-    p_value = chi_square(count(texts, target.config.vocab_size), law)
-    return Certificate(
-        p_value=p_value,
-        passed=p_value >= false_alarm,
-        rows=rows,
-        tokens=num_tokens,
-        accepted=accepted_per_round(run.trace),
-    )

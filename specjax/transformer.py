@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -184,8 +185,9 @@ class Transformer(nn.Module):
         tokens: Int[Array, "B T"],
         cache: KVCache | None = None,
         *,
-        ancestors: np.ndarray | Bool[Array, "#B T T"] | None = None,
-        depths: np.ndarray | Int[Array, "#B T"] | None = None,
+        ancestors: np.ndarray | Bool[Array, "#B T M"] | None = None,
+        depths: np.ndarray | Int[Array, "#B M"] | None = None,
+        behind: int | Int[Array, ""] = 0,
         taps: Sequence[int] = (),
     ) -> Output:
         """Runs T tokens of each row that follow the row's committed slots.
@@ -195,15 +197,18 @@ class Transformer(nn.Module):
           ancestors: True where the column's token is visible to the row's, [T T] or one
             per row [B T T]; None is a chain (causal).
           depths: position of each token after the first, [T] or [B T]; None counts up.
+          behind: uncommitted tokens that earlier passes wrote after the committed
+            slots; this pass's follow them. `ancestors` and `depths` then have M
+            columns, one per uncommitted slot in use, earlier passes' first.
           taps: indices into the L + 1 states as `transformers` counts them: 0 the
             embedding, i the output of layer i - 1, L (or -1) the state after the final
             norm. The raw output of the last layer is not offered.
         """
-        return self.run(self.embed[tokens], cache, ancestors, depths, taps)
+        return self.run(self.embed[tokens], cache, ancestors, depths, taps, behind)
 
-    def run(self, x, cache, ancestors, depths, taps) -> Output:
+    def run(self, x, cache, ancestors, depths, taps, behind: Any = 0) -> Output:
         """`__call__` for tokens that are already embedded, [B T D]."""
-        block = locate(self.config, x.shape[:2], cache, ancestors, depths)
+        block = locate(self.config, x.shape[:2], cache, ancestors, depths, behind)
         states, layers = [x], []
         for i, layer in enumerate(self.layer):
             slots = None if cache is None else (cache.k[i], cache.v[i])
@@ -219,37 +224,38 @@ class Transformer(nn.Module):
         return Output(hidden, features, cache)
 
 
-def locate(config, shape, cache, ancestors, depths) -> Block:
+def locate(config, shape, cache, ancestors, depths, behind=0) -> Block:
     """Positions, angles and visibility of a pass."""
     B, T = shape
     groups = config.num_heads // config.num_kv_heads
     ancestors = np.tri(T, dtype=bool) if ancestors is None else ancestors
     ancestors = jnp.asarray(ancestors)
     ancestors = ancestors if ancestors.ndim == 3 else ancestors[None]
-    depths = jnp.arange(T, dtype=jnp.int32) if depths is None else jnp.asarray(depths)
-    depths = jnp.broadcast_to(depths, (B, T))
+    M = ancestors.shape[2]
+    depths = jnp.arange(M, dtype=jnp.int32) if depths is None else jnp.asarray(depths)
+    depths = jnp.broadcast_to(depths, (B, M))
+    own = jax.lax.dynamic_slice_in_dim(depths, behind, T, axis=1)
     if cache is None:
-        cos, sin = rotary(config.rope, depths, config.head_width)
+        cos, sin = rotary(config.rope, own, config.head_width)
         mask = jnp.tile(ancestors, (1, groups, 1))
-        return Block(cos, sin, depths, depths, mask, None)
+        return Block(cos, sin, own, depths, mask, None)
 
     start = cache.length
-    positions = start[:, None] + depths
     slot = jnp.arange(cache.size, dtype=jnp.int32)
-    node = slot[None] - start[:, None]  # [B S]: which of the pass's tokens sits there
-    inside = (node >= 0) & (node < T)
-    index = jnp.clip(node, 0, T - 1)
+    node = slot[None] - start[:, None]  # [B S]: which of the M tokens sits there
+    inside = (node >= 0) & (node < M)
+    index = jnp.clip(node, 0, M - 1)
     seen = jnp.take_along_axis(
-        jnp.broadcast_to(ancestors, (B, T, T)),
+        jnp.broadcast_to(ancestors, (B, T, M)),
         jnp.broadcast_to(index[:, None], (B, T, cache.size)),
         axis=2,
     )
     mask = jnp.tile((node < 0)[:, None] | (inside[:, None] & seen), (1, groups, 1))
-    key_positions = jnp.where(
-        inside, jnp.take_along_axis(positions, index, axis=1), slot[None]
-    )
+    depth = jnp.take_along_axis(depths, index, axis=1)
+    key_positions = jnp.where(inside, start[:, None] + depth, slot[None])
+    positions = start[:, None] + own
     cos, sin = rotary(config.rope, positions, config.head_width)
-    return Block(cos, sin, positions, key_positions, mask, start)
+    return Block(cos, sin, positions, key_positions, mask, start + behind)
 
 
 @pytree

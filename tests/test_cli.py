@@ -149,6 +149,8 @@ ROW = {
     "task": str,
     "temperature": float,
     "gamma": int,
+    "nodes": int,
+    "rule": str,
     "rounds": int,
     "tokens": int,
     "tau": float,

@@ -14,7 +14,8 @@ import numpy as np
 import optax
 import pytest
 
-from specjax import drafters, testing
+from specjax import certify, drafters, testing
+from specjax.certify import engine
 from specjax.drafters.base import Batch
 from specjax.drafters.draft_model import DraftModel
 from specjax.generate import Model, Weights, advance, autoregressive, generate, prefill
@@ -299,12 +300,13 @@ def test_rebuilding_a_drafter_does_not_recompile(kit):
 class Forgetful(DraftModel):
     """Planted bug: d_G is never fed, so after a full accept its slot holds nothing."""
 
-    def forward(self, params, tokens, cache=None):
+    def forward(self, params, tokens, cache=None, **block):
         if cache is None or tokens.shape[1] != 2:
-            return super().forward(params, tokens, cache)
-        cache = dataclasses.replace(cache, length=cache.length + 1)
-        logits, cache = super().forward(params, tokens[:, 1:], cache)
-        return jnp.pad(logits, ((0, 0), (1, 0), (0, 0))), cache
+            return super().forward(params, tokens, cache, **block)
+        later = dataclasses.replace(cache, length=cache.length + 1)
+        logits, later = super().forward(params, tokens[:, 1:], later)
+        later = dataclasses.replace(later, length=cache.length)
+        return jnp.pad(logits, ((0, 0), (1, 0), (0, 0))), later
 
 
 def test_the_battery_sees_a_draft_model_that_lost_a_token():
@@ -315,9 +317,24 @@ def test_the_battery_sees_a_draft_model_that_lost_a_token():
         test_commit_equals_prefill_of_the_longer_text(kit, (99, 99, 99))
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_every_rule_keeps_the_targets_law_on_a_drafters_real_drafts(name):
+    """All random draws summed over, on a chain, a tree and a dynamic tree."""
+    settings = {"truncated": Sampling(0.7, top_k=3, top_p=0.9)}
+    rows = certify.rows_of(name, settings, quick=True)
+    assert {r["method"] for r in rows} == {"drafts", "exact"}
+    assert [r for r in rows if not r["passed"]] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("topology", ["tree", "dynamic"])
+def test_greedy_text_of_a_tree_is_the_targets_own(name, topology):
+    assert engine.greedy_difference(name, topology) == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("sampling", [SAMPLED, Sampling(0.7, top_k=3, top_p=0.9)])
 def test_sampled_text_has_the_targets_law(name, sampling):
-    certificate = testing.certify(name, sampling)
+    certificate = engine.sampled(name, sampling)
     assert certificate.passed and certificate.accepted > 0.1

@@ -202,7 +202,7 @@ def test_the_loop_never_calls_the_host_and_its_carry_is_donated():
 def test_the_baseline_is_the_same_run_without_drafts():
     model, weights = tiny()
     run = generate(autoregressive(model), weights, PROMPTS, max_new_tokens=12)
-    assert run.trace.gamma == 0 and metrics.tau(run.trace) == 1
+    assert run.trace.depth == 0 and metrics.tau(run.trace) == 1
     assert [len(t) for t in run.tokens] == (
         np.asarray(run.trace.num_committed).sum(1) + 1
     ).tolist()

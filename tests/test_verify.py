@@ -1,16 +1,22 @@
-"""The verification rule by exact enumeration, its edge cases and the greedy rule."""
+"""The verification rules by exact enumeration, their edge cases and the greedy rule."""
 
 import itertools
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from f4 import ACCEPTED, JOINT, P, Q
 
 from specjax import testing, verify
+from specjax.certify import exact
+from specjax.certify.f4 import ACCEPTED, JOINT, P, Q
 from specjax.sampling import GREEDY, Sampling
+from specjax.tree import DynamicTree, Tree
+from specjax.verify import PAD, RULES, Draft
+
+TOKEN = RULES["token"]
+D3 = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.5, 0.3])
+D4 = np.array([0.3, 0.25, 0.25, 0.2]), np.array([0.55, 0.25, 0.15, 0.05])
 
 
 def random_dists(seed, V, zeros=0.0):
@@ -32,50 +38,19 @@ def random_tables(seed, V, depth):
     return lambda s: tables[s][0], lambda s: tables[s][1]
 
 
-@jax.jit
-@jax.vmap
-def forced(tokens, q, p, u):
-    """`verify_chain` with its uniforms forced: accepted drafts and the bonus's law."""
-    laws = []
-    uniform = lambda key, shape: u
-    categorical = lambda law, key: laws.append(law) or jnp.zeros((), jnp.int32)
-    with (
-        mock.patch.object(jax.random, "uniform", uniform),
-        mock.patch.object(verify, "categorical", categorical),
-    ):
-        verdict = verify.verify_chain(tokens, q, p, jax.random.key(0))
-    return verdict.num_accepted, laws[0]
+def committed(name, tree, p_of, q_of):
+    """The law of depth + 1 tokens that a shipped rule gives, and E[accepted]."""
+    draft, chance, p = exact.all_drafts(tree, q_of, p_of)
+    joint = testing.joint_law(p_of, tree.depth + 1)
+    return exact.commit_law(RULES[name], tree, draft, chance, p, joint), joint
 
 
-def chain_law(p_of, q_of, V, gamma):
-    """The law of gamma + 1 tokens that the shipped rule gives, and E[accepted]."""
-    drafts = np.array(list(np.ndindex((V,) * gamma)))
-    q = np.array([[q_of(tuple(d[:k])) for k in range(gamma)] for d in drafts])
-    p = np.array([[p_of(tuple(d[:k])) for k in range(gamma + 1)] for d in drafts])
-    drawn = np.take_along_axis(q, drafts[:, :, None], 2)[..., 0].astype(np.float64)
-    a = np.asarray(verify.accept_probs(jnp.asarray(q), jnp.asarray(p[:, :gamma])))
-    a = np.take_along_axis(a, drafts[:, :, None], 2)[..., 0].astype(np.float64)
-
-    law, accepted = np.zeros((V,) * (gamma + 1)), 0.0
-    for n in range(gamma + 1):  # force the round to accept exactly n drafts
-        u = np.where(np.arange(gamma) < n, a / 2, (1 + a) / 2).astype(np.float32)
-        got, bonus = map(np.asarray, forced(*map(jnp.asarray, (drafts, q, p, u))))
-        weight = drawn.prod(1) * a[:, :n].prod(1)
-        weight = weight * (1 - a[:, n] if n < gamma else 1)
-        assert np.all(got[weight > 1e-9] == n)
-        accepted += n * weight.sum()
-        for draft, w, last in zip(
-            drafts[weight > 0], weight[weight > 0], bonus[weight > 0], strict=True
-        ):
-            for y in range(V):
-                head = (*map(int, draft[:n]), y)
-                rest = (
-                    testing.joint_law(lambda s, h=head: p_of(h + s), gamma - n)
-                    if n < gamma
-                    else 1.0
-                )
-                law[head] += w * last[y] * rest
-    return law, accepted
+def decide(tokens, q, p, u, rule="token"):
+    """One chain, its uniforms given."""
+    draft = Draft(jnp.asarray(tokens, jnp.int32), jnp.asarray(q, jnp.float32))
+    tree = Tree.chain(len(tokens))
+    p, u = jnp.asarray(p, jnp.float32), jnp.asarray(u, jnp.float32)
+    return RULES[rule].decide(draft, p, tree, u)
 
 
 @pytest.mark.parametrize("zeros", [0.0, 0.4])
@@ -88,20 +63,211 @@ def test_one_position_is_lossless(seed, zeros):
     np.testing.assert_allclose(law, p, atol=1e-6)
 
 
-@pytest.mark.parametrize(("V", "gamma"), [(3, 1), (3, 2), (4, 2), (3, 3)])
-def test_a_chain_has_the_targets_joint_law(V, gamma):
-    p_of, q_of = random_tables(V * 10 + gamma, V, gamma)
-    law, _ = chain_law(p_of, q_of, V, gamma)
-    np.testing.assert_allclose(law, testing.joint_law(p_of, gamma + 1), atol=1e-6)
+SHAPES = [(3, (1,)), (3, (1, 1)), (4, (1, 1)), (3, (1, 1, 1))]
+TREES = [(3, (2,)), (4, (3,)), (3, (2, 2)), (4, (2, 1)), (3, (2, 1, 1))]
 
 
-@pytest.mark.parametrize("gamma", [1, 2, 3])
-def test_the_f4_chain_has_the_right_law_and_accepts_as_many_as_computed(gamma):
-    first_order = lambda table: lambda s: table[s[-1] if s else 4].astype(np.float32)
-    law, accepted = chain_law(first_order(P), first_order(Q), 4, gamma)
+@pytest.mark.parametrize("name", ["token", "block", "match", "recursive", "traversal"])
+@pytest.mark.parametrize(("V", "widths"), SHAPES)
+def test_a_chain_has_the_targets_joint_law(name, V, widths):
+    p_of, q_of = random_tables(V * 10 + len(widths), V, len(widths))
+    (law, _), joint = committed(name, Tree.full(*widths), p_of, q_of)
+    np.testing.assert_allclose(law, joint, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["recursive", "traversal", "match"])
+@pytest.mark.parametrize(("V", "widths"), TREES)
+def test_a_tree_has_the_targets_joint_law(name, V, widths):
+    p_of, q_of = random_tables(V * 10 + sum(widths), V, len(widths))
+    (law, _), joint = committed(name, Tree.full(*widths), p_of, q_of)
+    np.testing.assert_allclose(law, joint, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["recursive", "match"])
+def test_siblings_drawn_with_replacement_have_the_targets_law_too(name):
+    tree = Tree(Tree.full(2, 2).parents, replacement=True)
+    p_of, q_of = random_tables(5, 3, 2)
+    (law, _), joint = committed(name, tree, p_of, q_of)
+    np.testing.assert_allclose(law, joint, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "widths"), [(name, w) for name in ACCEPTED for w in ACCEPTED[name]]
+)
+def test_f4_has_the_right_law_and_accepts_as_many_as_computed(name, widths):
+    first_order = lambda table: lambda s: table[s[-1] if s else 4]
+    drawn = np.eye(4)[Q.argmax(1)] if name == "argmax" else Q
+    (law, accepted), _ = committed(
+        name, Tree.full(*widths), first_order(P), first_order(drawn)
+    )
     pairs = law.reshape(4, 4, -1).sum(2).ravel()
-    np.testing.assert_allclose(pairs, JOINT, atol=1e-6)
-    assert accepted == pytest.approx(ACCEPTED[gamma], abs=1e-6)
+    if len(widths) > 1 or law.ndim > 1:
+        np.testing.assert_allclose(pairs, JOINT, atol=1e-6)
+    assert accepted == pytest.approx(ACCEPTED[name][widths], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("laws", "name", "accepted"),
+    [
+        (D3, "token", (0.7, 1.19, 1.533)),
+        (D3, "block", (0.7, 1.25, 1.72)),
+        (D4, "token", (0.75, 1.3125, 1.734375)),
+        (D4, "block", (0.75, 1.355, 1.859625)),
+    ],
+)
+def test_context_free_chains_accept_as_many_as_computed(laws, name, accepted):
+    p, q = laws
+    for gamma, right in enumerate(accepted, 1):
+        (_, got), _ = committed(name, Tree.chain(gamma), lambda s: p, lambda s: q)
+        assert got == pytest.approx(right, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "accepted"),
+    [("traversal", (1.64, 1.5581)), ("recursive", (1.6026, 1.4624))],
+)
+def test_context_free_trees_accept_as_many_as_computed(name, accepted):
+    for (p, q), right in zip((D4, D3), accepted, strict=True):
+        laws = (lambda s, p=p: p), (lambda s, q=q: q)
+        (_, got), _ = committed(name, Tree.full(2, 2), *laws)
+        assert got == pytest.approx(right, abs=6e-5)
+
+
+def test_two_children_without_replacement_beat_two_with():
+    p, q = D4
+    for tree, right in ((Tree.full(2), 0.8611), (Tree((-1, 0, 0), True), 0.8)):
+        (_, got), _ = committed("recursive", tree, lambda s: p, lambda s: q)
+        assert got == pytest.approx(right, abs=6e-5)
+
+
+def test_likeliest_children_are_accepted_with_their_own_probability():
+    p, q = D4
+    tree, best = Tree.full(2), np.argsort(-q)[:2].astype(np.int32)
+    draft = Draft(tokens=jnp.asarray(best[None]), probs=None)
+    law, got = exact.commit_law(
+        RULES["match"], tree, draft, np.ones(1), np.tile(p, (1, 3, 1)), p
+    )
+    assert got == pytest.approx(0.55, abs=1e-6)
+    np.testing.assert_allclose(law, p, atol=1e-6)
+
+
+def test_traversal_is_what_its_paper_states_leaf_by_leaf():
+    p_of, q_of = random_tables(11, 3, 3)
+    tree = Tree((-1, 0, 0, 1, 1, 2, 3))
+    draft, chance, p = exact.all_drafts(tree, q_of, p_of)
+    joint = testing.joint_law(p_of, 4)
+    ours, _ = exact.commit_law(RULES["traversal"], tree, draft, chance, p, joint)
+    stated = exact.traversal_outcomes(tree, draft, chance, p)
+    np.testing.assert_allclose(
+        ours, exact.add_up(tree, draft, stated, joint), atol=1e-6
+    )
+
+
+def test_traversal_of_a_chain_is_block_verification():
+    p_of, q_of = random_tables(3, 4, 3)
+    (_, block), _ = committed("block", Tree.chain(3), p_of, q_of)
+    (_, traversal), _ = committed("traversal", Tree.chain(3), p_of, q_of)
+    assert block == pytest.approx(traversal, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["block", "token", "match"])
+def test_a_chain_that_is_cut_short_before_it_is_drawn_keeps_the_law(name):
+    """PAD ends a draft; the bonus there is drawn from p itself."""
+    p_of, q_of = random_tables(21, 3, 2)
+    draft, chance, p = exact.all_drafts(Tree.chain(2), q_of, p_of)
+    cut = Draft(tokens=draft.tokens.at[:, 1].set(PAD), probs=draft.probs)
+    joint = testing.joint_law(p_of, 3)
+    law, _ = exact.commit_law(RULES[name], Tree.chain(2), cut, chance, p, joint)
+    np.testing.assert_allclose(law, joint, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["recursive", "traversal", "match"])
+def test_a_node_that_does_not_exist_and_a_repeated_sibling_are_never_accepted(name):
+    """C6: siblings (0, PAD) and, for `match`, (0, 0): the law stays p."""
+    p, q = D4
+    tree = Tree.full(2)
+    for second in (PAD, 0) if name == "match" else (PAD,):
+        tokens = jnp.asarray([[first, second] for first in range(4)], jnp.int32)
+        probs = jnp.asarray(np.tile(q, (4, 1, 1)), jnp.float32)
+        rows = np.tile(p, (4, 3, 1))
+        law, _ = exact.commit_law(RULES[name], tree, Draft(tokens, probs), q, rows, p)
+        if second == PAD:
+            np.testing.assert_allclose(law, p, atol=1e-6)
+    if name == "match":
+        decision = RULES[name].decide(
+            Draft(jnp.array([0, 0]), None),
+            jnp.asarray(rows[0], jnp.float32),
+            tree,
+            jnp.array([1.0, 0.0]),
+        )
+        assert decision.num_accepted == 0 and decision.law[0] == 0
+
+
+def test_forgetting_to_renormalise_q_after_a_sibling_gives_the_wrong_law_of_c6():
+    p, q = np.array([0.1, 0.4, 0.3, 0.2]), np.array([0.6, 0.2, 0.1, 0.1])
+    (law, _), _ = committed("recursive", Tree.full(2), lambda s: p, lambda s: q)
+    np.testing.assert_allclose(law.sum(1), p, atol=1e-6)
+
+
+def test_typical_acceptance_keeps_the_longest_plausible_path_and_is_named_lossy():
+    rule = RULES["lossy_typical"]
+    assert not rule.lossless and all(
+        r.lossless for n, r in RULES.items() if n[:5] != "lossy"
+    )
+    tree = Tree((-1, 0, 0, 1, 2))  # two paths of two; the second is likelier
+    p = jnp.full((5, 4), 0.25).at[0].set(jnp.array([0.2, 0.6, 0.1, 0.1]))
+    draft = Draft(jnp.array([0, 1, 2, 3]), None)
+    decision = rule.decide(draft, p, tree, jnp.zeros(0), *rule.params)
+    assert decision.num_accepted == 2 and decision.node == 4
+    unlikely = Draft(jnp.array([3, 2, 2, 3]), None)
+    p = p.at[0].set(jnp.array([0.97, 0.01, 0.01, 0.01]))
+    assert rule.decide(unlikely, p, tree, jnp.zeros(0), *rule.params).num_accepted == 0
+
+
+def test_a_run_time_topology_gives_what_the_same_static_tree_gives():
+    tree = Tree((-1, 0, 0, 1, 2, 2))
+    dynamic = DynamicTree(num_nodes=6, depth=2, width=4)
+    rng = np.random.default_rng(0)
+    tokens = jnp.asarray(rng.integers(0, 5, 5), jnp.int32)
+    logits = jnp.asarray(rng.normal(size=(6, 5)), jnp.float32)
+    parents = jnp.asarray(tree.parents, jnp.int32)
+    for seed in range(20):
+        key = jax.random.key(seed)
+        for sampling in (Sampling(), GREEDY):
+            rule = RULES["match"]
+            a = verify.verify(Draft(tokens, None), logits, sampling, key, tree, rule)
+            b = verify.verify(
+                Draft(tokens, None, parents), logits, sampling, key, dynamic, rule
+            )
+            assert a.tokens.tolist() == b.tokens.tolist()
+            assert a.path.tolist() == b.path.tolist()
+
+
+def test_the_greedy_walk_takes_the_first_of_twins_and_goes_past_rejected_siblings():
+    tree = Tree((-1, 0, 0, 0, 2, 3))
+    draft = Draft(jnp.array([1, 4, 4, 7, 7]), None)
+    best = jnp.array([4, 9, 7, 7, 2, 3])
+    n, node = verify.verify_tokens(draft, best, tree)
+    assert (int(n), int(node)) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("rule", "tree", "drafting", "message"),
+    [
+        ("token", Tree.full(2), Sampling(), "verifies a chain"),
+        ("recursive", DynamicTree(3, 1, 2), Sampling(), "verified by match"),
+        ("traversal", Tree.full(2), GREEDY, "drawn from a law"),
+        ("traversal", Tree((-1, 0, 0), True), Sampling(), "without replacement"),
+    ],
+)
+def test_a_rule_that_would_not_be_exact_is_refused(rule, tree, drafting, message):
+    with pytest.raises(ValueError, match=message):
+        verify.check(rule, tree, drafting)
+
+
+def test_an_unknown_rule_names_the_known_ones():
+    with pytest.raises(KeyError, match="token, block, recursive, traversal, match"):
+        verify.get("rejection")
 
 
 @pytest.mark.parametrize(
@@ -118,19 +284,19 @@ def test_golden_acceptance_and_residual(p, q, alpha, left):
 
 
 def test_a_uniform_of_zero_does_not_accept_a_token_of_probability_zero():
-    tokens = jnp.array([[0]])
-    q, p = jnp.array([[[1.0, 0.0]]]), jnp.array([[[0.0, 1.0], [0.5, 0.5]]])
-    n, law = forced(tokens, q, p, jnp.zeros((1, 1)))
-    assert n[0] == 0
-    np.testing.assert_array_equal(law[0], [0, 1])
+    for rule in ("token", "block", "match", "traversal"):
+        got = decide([0], [[1.0, 0.0]], [[0.0, 1.0], [0.5, 0.5]], [0.0], rule)
+        assert got.num_accepted == 0
+        np.testing.assert_array_equal(got.law, [0, 1])
 
 
 def test_equal_laws_accept_everything_even_at_the_largest_uniform():
-    p = jnp.tile(random_dists(0, 5)[0], (1, 4, 1))
-    below_one = jnp.full((1, 3), np.nextafter(np.float32(1), np.float32(0)))
-    n, law = forced(jnp.array([[0, 3, 1]]), p[:, :3], p, below_one)
-    assert n[0] == 3
-    np.testing.assert_array_equal(law[0], p[0, 3])
+    p = jnp.tile(random_dists(0, 5)[0], (4, 1))
+    below_one = jnp.full(3, np.nextafter(np.float32(1), np.float32(0)))
+    for rule in ("token", "block"):
+        got = decide([0, 3, 1], p[:3], p, below_one, rule)
+        assert got.num_accepted == 3
+        np.testing.assert_allclose(got.law, p[3], atol=1e-7)
 
 
 def test_the_residual_of_equal_laws_is_finite():
@@ -146,7 +312,10 @@ def test_disjoint_supports_always_reject_and_emit_from_p():
 
 def test_a_drafted_token_that_its_own_law_excludes_is_reported():
     q, p = jnp.array([[0.0, 1.0]]), jnp.full((2, 2), 0.5)
-    verdict = verify.verify_chain(jnp.array([0]), q, p, jax.random.key(0))
+    draft = Draft(jnp.array([0]), q)
+    verdict = verify.verify(
+        draft, jnp.log(p), Sampling(), jax.random.key(0), Tree.chain(1), TOKEN
+    )
     assert not verdict.valid and verdict.num_accepted == 0
     assert np.all(np.isfinite(verify.accept_probs(q, p[:1])))
 
@@ -175,7 +344,9 @@ def test_an_argmax_draft_verified_with_its_softmax_is_caught():
 def test_greedy_keeps_the_matching_prefix_and_adds_the_targets_token():
     best = jnp.array([4, 7, 2, 9])
     for drafts in itertools.product([4, 5], [7, 8], [2, 3]):
-        verdict = verify.verify_greedy(jnp.array(drafts), best)
+        n_accepted, node = verify.verify_tokens(
+            Draft(jnp.array(drafts), None), best, Tree.chain(3)
+        )
         n = next(
             (
                 i
@@ -184,18 +355,35 @@ def test_greedy_keeps_the_matching_prefix_and_adds_the_targets_token():
             ),
             3,
         )
-        right = [4, 7, 2, 9][: n + 1] + [verify.PAD] * (3 - n)
-        assert int(verdict.num_accepted) == n
-        assert verdict.tokens.tolist() == right
+        assert int(n_accepted) == n == int(node)
 
 
 def test_temperature_zero_is_the_general_rule_with_a_one_hot_target():
     logits = jax.random.normal(jax.random.key(3), (4, 6))
     tokens = jnp.argmax(logits[:3], -1).astype(jnp.int32).at[2].set(0)
     q = jax.nn.one_hot(tokens, 6)
-    greedy = verify.verify(tokens, q, logits, GREEDY, jax.random.key(0))
-    general = verify.verify_chain(tokens, q, GREEDY.probs(logits), jax.random.key(0))
-    assert greedy.tokens.tolist() == general.tokens.tolist()
+    greedy = verify.verify(
+        Draft(tokens, q), logits, GREEDY, jax.random.key(0), Tree.chain(3), TOKEN
+    )
+    general = decide(tokens, q, GREEDY.probs(logits), [0.5, 0.5, 0.5])
+    n = int(general.num_accepted)
+    assert greedy.num_accepted == n
+    assert greedy.tokens.tolist()[:n] == tokens.tolist()[:n]
+    assert greedy.tokens[n] == jnp.argmax(general.law)
+
+
+def test_greedy_takes_no_nan_and_no_id_beyond_the_tokenizer():
+    logits = jnp.array([[0.0, jnp.nan, 1.0, 9.0]])
+    empty = Draft(jnp.zeros((0,), jnp.int32), jnp.zeros((0, 4)))
+    for temperature in (0.0, 1.0):
+        sampling = Sampling(temperature, num_ids=3)
+        drawn = [
+            verify.verify(
+                empty, logits, sampling, jax.random.key(s), Tree.chain(0), TOKEN
+            ).tokens[0]
+            for s in range(20)
+        ]
+        assert {int(x) for x in drawn} <= ({2} if temperature == 0 else {0, 2})
 
 
 def test_the_bonus_obeys_the_sampling_settings():
@@ -203,7 +391,9 @@ def test_the_bonus_obeys_the_sampling_settings():
     logits = jnp.log(jnp.array([[0.5, 0.3, 0.2], [0.6, 0.3, 0.1]]))
     q, sampling = jnp.array([[1.0, 0, 0]]), Sampling(temperature=0.5, top_k=2)
     keys = jax.random.split(jax.random.key(0), 4000)
-    run = jax.vmap(lambda k: verify.verify(jnp.array([0]), q, logits, sampling, k))
+    draft, tree = Draft(jnp.array([0]), q), Tree.chain(1)
+    judge = lambda k: verify.verify(draft, logits, sampling, k, tree, TOKEN)
+    run = jax.vmap(judge)
     verdict = jax.jit(run)(keys)
     bonus = np.asarray(verdict.tokens)[np.asarray(verdict.num_accepted) == 1, 1]
     law = np.array([0.36, 0.09, 0]) / 0.45
@@ -211,7 +401,6 @@ def test_the_bonus_obeys_the_sampling_settings():
 
 
 def test_no_draft_means_one_token_of_the_target():
-    p = jnp.array([[0.0, 1.0, 0.0]])
-    empty = jnp.zeros((0,), jnp.int32), jnp.zeros((0, 3))
-    verdict = verify.verify_chain(*empty, p, jax.random.key(0))
-    assert verdict.tokens.tolist() == [1] and verdict.num_accepted == 0
+    for name in ("token", "block", "match"):
+        got = decide([], np.zeros((0, 3)), [[0.0, 1.0, 0.0]], [], name)
+        assert got.num_accepted == 0 and got.law.tolist() == [0, 1, 0]

@@ -59,6 +59,30 @@ def with_gamma(drafter: Any, gamma: int | None) -> Any:
     return dataclasses.replace(drafter, gamma=gamma)
 
 
+def with_tree(drafter: Any, spec: str | None) -> Any:
+    """Drafts a tree: of a `Tree.save` file, or dynamic:NODES:DEPTH[:WIDTH]."""
+    from specjax.tree import DynamicTree, Tree
+
+    if spec is None:
+        return drafter
+    if not any(f.name == "topology" for f in dataclasses.fields(drafter)):
+        raise ValueError(
+            f"{type(drafter).__name__} drafts chains only; leave out --tree."
+        )
+    kind, _, numbers = spec.partition(":")
+    if kind == "dynamic":
+        try:
+            tree = DynamicTree(*map(int, numbers.split(":")))
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                f"--tree {spec}: a dynamic tree is dynamic:NODES:DEPTH[:WIDTH], such "
+                f"as dynamic:16:4; {error}"
+            ) from None
+    else:
+        tree = Tree.load(spec)
+    return dataclasses.replace(drafter, topology=tree)
+
+
 def check_writable(path: pathlib.Path | None) -> None:
     """Refuses a file that cannot be written, before the work and not after it."""
     if path is None:

@@ -21,6 +21,8 @@ class Generate:
     top_p: float = 1.0
     min_p: float = 0.0
     gamma: int | None = None
+    tree: str | None = None  # FILE.json, or dynamic:NODES:DEPTH[:WIDTH]; else a chain
+    rule: str | None = None  # None: the exact one that suits
     seed: int = 0
     raw: bool = False  # continue the prompt as it stands, without the chat template
     marks: Literal["auto", "colour", "brackets", "none"] = "auto"  # auto: by terminal
@@ -46,8 +48,10 @@ class Generate:
         if spec != "none":
             name, drafter, params = common.load_drafter(spec, self.target, pretrained)
             drafter = common.with_gamma(drafter, self.gamma)
+            drafter = common.with_tree(drafter, self.tree)
 
-        model = Model(pretrained.target, drafter, sampling, pretrained.stop_ids)
+        rule = None if name == "none" else self.rule
+        model = Model(pretrained.target, drafter, sampling, pretrained.stop_ids, rule)
         out = common.terminal()
         marks = self.marks
         if marks == "auto":

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from specjax.pytree import pytree
 from specjax.sampling import Sampling
 from specjax.transformer import Shared, TransformerConfig
-from specjax.tree import Tree
+from specjax.tree import DynamicTree, Tree
 from specjax.typing import Array, Bool, Float, Int, Keys, Params, PRNGKey
-from specjax.verify import Verdict
+from specjax.verify import Draft, Verdict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,14 +33,6 @@ class Card:
     trained: str  # which weights training moves
     paper: str  # authors, arXiv number
     year: int
-
-
-@pytree
-class Draft:
-    """What a drafter proposes."""
-
-    tokens: Int[Array, "B G"]
-    probs: Float[Array, "B G V"]  # the law each token was really drawn from
 
 
 @pytree
@@ -76,12 +68,12 @@ class Drafter(Protocol):
 
     @property
     def gamma(self) -> int:
-        """Drafted tokens per round, G."""
+        """Drafted tokens on a chain; of a tree, `tree` says what a round has."""
         ...
 
     @property
-    def tree(self) -> Tree:
-        """Static topology of a round."""
+    def tree(self) -> Tree | DynamicTree:
+        """Topology of a round: static, or chosen anew under a fixed node count."""
         ...
 
     @property
@@ -116,7 +108,13 @@ class Drafter(Protocol):
         anchor: Int[Array, "B"],
         sampling: Sampling,
         keys: Keys,
-    ) -> tuple[Draft, Any]: ...
+    ) -> tuple[Draft, Any]:
+        """Proposes the tokens of `tree`, drawn under `sampling`.
+
+        Greedy settings ask for the likeliest children. `draft_tree` makes trees of the
+        laws of a block, and grows them for a drafter that goes step by step.
+        """
+        ...
 
     def commit(
         self,

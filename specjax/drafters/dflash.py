@@ -20,9 +20,10 @@ an answer token (SpecForge's normalisation; the paper gives none).
 Keys and values of H are cached between rounds; those of the block are thrown away, as
 the anchor's own features exist only after verification.
 
-At temperature > 0 the default proposes each slot's likeliest token and stores a one-hot
-q, which is exact: slots drawn independently rarely fit together (`propose="sample"`
-draws them). Departs from the paper: full attention only; no sliding layers.
+At temperature > 0 the default still proposes each slot's likeliest token, to be
+accepted with the probability that the target gives it: slots drawn independently rarely
+fit together (`propose="sample"` draws them). `topology` makes a tree of the slots'
+laws. Departs from the paper: full attention only; no sliding layers.
 """
 
 import dataclasses
@@ -32,9 +33,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from specjax import kv_cache
+from specjax import draft_tree, kv_cache
 from specjax.drafters import base
-from specjax.drafters.base import Batch, Card, Draft
+from specjax.drafters.base import Batch, Card
 from specjax.kv_cache import KVCache
 from specjax.layers import (
     GatedMLP,
@@ -48,9 +49,8 @@ from specjax.layers import (
     ungroup_queries,
 )
 from specjax.pytree import pytree
-from specjax.sampling import GREEDY
 from specjax.transformer import Shared, TransformerConfig
-from specjax.tree import Tree
+from specjax.tree import DynamicTree, Tree
 from specjax.typing import Array, Bool, Float, Int, Params, PRNGKey
 
 
@@ -197,7 +197,8 @@ class DFlash:
     gamma: int = 7  # drafted tokens per round; the paper's block size is gamma + 1
     decay: float = 4.0  # of eq. 5, tokens: 4 for gamma 7, 5 for 9, 7 for 15
     num_anchors: int = 32  # blocks per training text
-    propose: Literal["argmax", "sample"] = "argmax"
+    propose: Literal["argmax", "sample"] = "argmax"  # read by the engine
+    topology: Tree | DynamicTree | None = None  # None: a chain of gamma tokens
     rope: Rope = Rope()
     norm_eps: float = 1e-6
 
@@ -209,6 +210,11 @@ class DFlash:
                 )
         if self.decay <= 0:
             raise ValueError(f"dflash needs decay > 0, got {self.decay}.")
+        if self.tree.depth > self.gamma:
+            raise ValueError(
+                f"dflash drafts gamma={self.gamma} tokens a block: a tree of depth "
+                f"{self.tree.depth} does not fit. Prune it."
+            )
         if self.propose not in ("argmax", "sample"):
             raise ValueError(
                 f"dflash proposes by argmax or sample, got {self.propose!r}."
@@ -257,8 +263,8 @@ class DFlash:
         return drafter
 
     @property
-    def tree(self) -> Tree:
-        return Tree.chain(self.gamma)
+    def tree(self) -> Tree | DynamicTree:
+        return self.topology or Tree.chain(self.gamma)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -327,12 +333,11 @@ class DFlash:
             joins,
             jnp.broadcast_to(mask, (*positions.shape, cache.size)),
         )
-        if self.propose == "argmax":
-            sampling = GREEDY
-        tokens, probs = base.draw(sampling, shared.logits(x[:, 1:]), keys)
+        logits = shared.logits(x[:, 1 : self.tree.depth + 1])
+        draft = draft_tree.from_laws(self.tree, logits, sampling, keys)
         k, v = zip(*joined, strict=True)
         # The block's entries stay past `length`, where nothing sees them.
-        return Draft(tokens=tokens, probs=probs), State(KVCache(k, v, start))
+        return draft, State(KVCache(k, v, start))
 
     def commit(self, params, shared, state: State, verdict, tokens, features) -> State:
         del shared, tokens

@@ -8,7 +8,9 @@ token ids alone and keeps its own cache:
 A round feeds the anchor and d_1 .. d_{G-1}, never d_G. After a full accept the cache
 therefore lacks d_G, the text would not show it, and acceptance would quietly fall. Here
 the last committed token is always fed again together with the anchor: the first pass
-has two tokens, the cache is one slot short by definition, and no case is special.
+has two tokens, the cache is one slot short by definition, and no case is special. A
+tree (`topology`) is grown by one pass a level, and its entries lie where their nodes
+were drafted; there all tokens that a round committed are fed again.
 
 Any checkpoint works untrained; distilling it raises acceptance (Zhou et al. 2023,
 DistillSpec, arXiv:2310.08461). With p the target's law the losses are CE to the text,
@@ -20,21 +22,25 @@ from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from specjax import kv_cache
+from specjax import draft_tree, kv_cache
 from specjax.drafters import base
 from specjax.drafters.base import Batch, Card, Draft
 from specjax.kv_cache import KVCache
 from specjax.pytree import pytree
 from specjax.transformer import Shared, Transformer, TransformerConfig, tables
-from specjax.tree import Tree
+from specjax.tree import DynamicTree, Tree
 from specjax.typing import Array, Float, Int, Params, PRNGKey
 
 
 @pytree
 class State:
-    cache: KVCache  # all committed tokens but the last
-    last: Int[Array, "B"]  # the last committed token, fed again with the anchor
+    cache: KVCache  # all committed tokens but the fresh ones
+    # Committed tokens to feed with the anchor: of a chain the last one, of a tree all
+    # that the last round committed.
+    fresh: Int[Array, "B P"]
+    num_fresh: Int[Array, "B"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +58,7 @@ class DraftModel:
     config: TransformerConfig
     gamma: int = 4  # drafted tokens per round
     distill: Literal["ce", "fkl", "rkl", "jsd", "tv"] = "fkl"
+    topology: Tree | DynamicTree | None = None  # None: a chain of gamma tokens
 
     def __post_init__(self):
         if self.gamma < 1:
@@ -76,8 +83,8 @@ class DraftModel:
         return cls(**values)
 
     @property
-    def tree(self) -> Tree:
-        return Tree.chain(self.gamma)
+    def tree(self) -> Tree | DynamicTree:
+        return self.topology or Tree.chain(self.gamma)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -99,61 +106,93 @@ class DraftModel:
             params = params | {"embed": shared.embed.astype(params["embed"].dtype)}
         return params
 
-    def forward(self, params, tokens, cache=None) -> tuple[Array, Any]:
-        """One pass: logits [B T V] and the cache with the tokens committed."""
+    def forward(self, params, tokens, cache=None, **block) -> tuple[Array, Any]:
+        """One pass: logits [B T V] and the cache, its length as it was."""
         net = Transformer(self.config)
-        out: Any = net.apply({"params": params}, tokens, cache)
-        logits = tables(self.config, params).logits(out.hidden)
-        if cache is not None:
-            length = out.cache.length + tokens.shape[1]
-            cache = dataclasses.replace(out.cache, length=length)
-        return logits, cache
+        out: Any = net.apply({"params": params}, tokens, cache, **block)
+        return tables(self.config, params).logits(out.hidden), out.cache
 
     def prefill(self, params, shared, tokens, lengths, features, cache_size) -> State:
         del shared, features
-        c = self.config
+        c, B = self.config, tokens.shape[0]
+        # A tree's passes leave their entries behind those of the fresh tokens.
+        room = (
+            0
+            if self.tree.is_chain
+            else self.tree.depth + draft_tree.num_slots(self.tree) + 2
+        )
         empty = kv_cache.init(
             c.num_layers,
-            tokens.shape[0],
+            B,
             c.num_kv_heads,
-            cache_size,
+            cache_size + room,
             c.head_width,
             params["embed"].dtype,
         )
         _, cache = self.forward(params, tokens, empty)
-        rows = jnp.arange(tokens.shape[0])
-        cache = dataclasses.replace(cache, length=lengths - 1)
-        return State(cache=cache, last=tokens[rows, lengths - 1])
+        last = tokens[jnp.arange(B), lengths - 1]
+        P = 1 if self.tree.is_chain else self.tree.depth + 1
+        return State(
+            cache=kv_cache.commit(cache, None, lengths - 1),
+            fresh=jnp.pad(last[:, None], ((0, 0), (0, P - 1))),
+            num_fresh=jnp.ones((B,), jnp.int32),
+        )
 
     def draft(self, params, shared, state: State, anchor, sampling, keys):
         del shared
-        committed = state.cache.length
-        step_keys = jax.vmap(lambda k: jax.random.split(k, self.gamma))(keys)
+        rows, n = jnp.arange(anchor.shape[0]), state.num_fresh
+        tokens = jnp.pad(state.fresh, ((0, 0), (0, 1))).at[rows, n].set(anchor)
+        logits, cache = self.forward(params, tokens, state.cache)
+        logits = logits[rows, n]
+        cache = kv_cache.commit(cache, None, n)  # the anchor's entry comes next
+        grow = self._grow_chain if self.tree.is_chain else self._grow_tree
+        draft, cache = grow(params, logits, cache, sampling, keys)
+        return draft, dataclasses.replace(state, cache=cache)
 
-        logits, cache = self.forward(
-            params, jnp.stack([state.last, anchor], axis=1), state.cache
-        )
-        first = base.draw(sampling, logits[:, 1], step_keys[:, 0])
+    def _grow_chain(self, params, logits, cache: KVCache, sampling, keys):
+        committed = cache.length
+        step_keys = jax.vmap(lambda k: jax.random.split(k, self.gamma))(keys)
+        token, probs = base.draw(sampling, logits, step_keys[:, 0])
 
         def step(carry, keys):
             cache, token = carry
+            cache = kv_cache.commit(cache, None, jnp.ones_like(token))
             logits, cache = self.forward(params, token[:, None], cache)
             token, probs = base.draw(sampling, logits[:, 0], keys)
             return (cache, token), (token, probs)
 
         (cache, _), rest = jax.lax.scan(
-            step, (cache, first[0]), step_keys[:, 1:].swapaxes(0, 1)
+            step, (cache, token), step_keys[:, 1:].swapaxes(0, 1)
         )
-        tokens = jnp.concatenate([first[0][:, None], rest[0].T], axis=1)
-        probs = jnp.concatenate([first[1][:, None], rest[1].swapaxes(0, 1)], axis=1)
+        tokens = jnp.concatenate([token[:, None], rest[0].T], axis=1)
+        probs = jnp.concatenate([probs[:, None], rest[1].swapaxes(0, 1)], axis=1)
         cache = dataclasses.replace(cache, length=committed)
-        return Draft(tokens=tokens, probs=probs), State(cache=cache, last=state.last)
+        return Draft(tokens=tokens, probs=probs), cache
+
+    def _grow_tree(self, params, logits, cache: KVCache, sampling, keys):
+        slots = draft_tree.num_slots(self.tree)
+        levels = max(self.tree.depth - 1, 1)
+        depths = 1 + np.repeat(np.arange(levels), slots // levels)
+        depths = np.concatenate([[0], depths]).astype(np.int32)  # the anchor is slot 0
+
+        def step(cache, tokens, sees, level):
+            sees = jnp.pad(sees, ((0, 0), (0, 0), (1, 0)), constant_values=True)
+            behind = 1 + level * tokens.shape[1]
+            return self.forward(
+                params, tokens, cache, ancestors=sees, depths=depths, behind=behind
+            )
+
+        return draft_tree.grow(self.tree, logits, step, cache, sampling, keys)
 
     def commit(self, params, shared, state: State, verdict, tokens, features) -> State:
         del params, shared, features
-        rows = jnp.arange(tokens.shape[0])
-        cache = kv_cache.commit(state.cache, None, verdict.num_committed)
-        return State(cache=cache, last=tokens[rows, verdict.num_accepted])
+        if not self.tree.is_chain:
+            return State(
+                cache=state.cache, fresh=tokens, num_fresh=verdict.num_committed
+            )
+        last = jnp.take_along_axis(tokens, verdict.num_accepted[:, None], axis=1)
+        cache = kv_cache.commit(state.cache, None, verdict.num_accepted)
+        return State(cache=cache, fresh=last, num_fresh=state.num_fresh)
 
     def loss(self, params, shared: Shared, batch: Batch, key: PRNGKey):
         """Mean divergence from the target at the positions that predict an answer."""

@@ -11,9 +11,10 @@ W_k starts at zero and U_k as the target's head, so a head starts as the target'
 but for b_k, which the reference code (FasterDecoding/Medusa e2a5d20) draws as a torch
 linear layer does, U(-D^-1/2, D^-1/2).
 
-Departs from the paper: the heads draft a chain, not a tree of their top guesses, and
-under sampling each token is drawn from its head and verified exactly, where the paper's
-typical acceptance would change the target's law.
+The heads draft a chain, or the tree that `topology` names: of each head's likeliest
+guesses under greedy settings (the paper's tree), else of guesses drawn without
+replacement. Departs from the paper: verification is exact, where its typical acceptance
+changes the target's law; that is the rule `lossy_typical`.
 """
 
 import dataclasses
@@ -23,12 +24,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from specjax import draft_tree
 from specjax.drafters import base
-from specjax.drafters.base import Batch, Card, Draft
+from specjax.drafters.base import Batch, Card
 from specjax.layers import dense
 from specjax.pytree import pytree
 from specjax.transformer import Shared, TransformerConfig
-from specjax.tree import Tree
+from specjax.tree import DynamicTree, Tree
 from specjax.typing import Array, Float, Params, PRNGKey
 
 
@@ -83,6 +85,7 @@ class Medusa:
     num_heads: int = 4
     decay: float = 0.8  # head k weighs decay^k in the loss
     share_head: bool = False  # True: no U_k, every head ends in the target's own head
+    topology: Tree | DynamicTree | None = None  # None: a chain of gamma tokens
 
     def __post_init__(self):
         if self.gamma < 1:
@@ -91,6 +94,11 @@ class Medusa:
             raise ValueError(
                 f"medusa drafts one token a head: gamma={self.gamma} exceeds "
                 f"num_heads={self.num_heads}. Train more heads."
+            )
+        if self.tree.depth > self.num_heads:
+            raise ValueError(
+                f"medusa has one head a depth: a tree of depth {self.tree.depth} "
+                f"exceeds num_heads={self.num_heads}. Prune it or train more heads."
             )
         if not 0 < self.decay <= 1:
             raise ValueError(f"medusa needs 0 < decay <= 1, got {self.decay}.")
@@ -104,8 +112,8 @@ class Medusa:
         return cls(**fields)
 
     @property
-    def tree(self) -> Tree:
-        return Tree.chain(self.gamma)
+    def tree(self) -> Tree | DynamicTree:
+        return self.topology or Tree.chain(self.gamma)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -136,9 +144,8 @@ class Medusa:
 
     def draft(self, params, shared, state, anchor, sampling, keys):
         del anchor  # The heads never look at the anchor token.
-        logits = self.logits(params, shared, state.feature, self.gamma)
-        tokens, probs = base.draw(sampling, logits, keys)
-        return Draft(tokens=tokens, probs=probs), state
+        logits = self.logits(params, shared, state.feature, self.tree.depth)
+        return draft_tree.from_laws(self.tree, logits, sampling, keys), state
 
     def commit(self, params, shared, state, verdict, tokens, features) -> State:
         del params, shared, state, tokens

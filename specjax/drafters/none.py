@@ -20,10 +20,7 @@ class NoDrafter:
     gamma: int = 0
     taps: tuple[int, ...] = ()
     max_positions: None = None
-
-    @property
-    def tree(self) -> Tree:
-        return Tree.chain(0)
+    tree: Tree = dataclasses.field(default=Tree.chain(0))
 
     def prefill(self, params, shared, tokens, lengths, features, cache_size):
         del params, shared, tokens, lengths, features, cache_size

@@ -1,0 +1,309 @@
+"""The certificate of drafters: real drafts, real target passes, the real engine.
+
+Two looks at a drafter over a random target of four ids, whose law is enumerated:
+
+    exact     all drafts the drafter makes from one state, each with the probability
+              that its own laws give it and the target's laws from the verify pass; a
+              rule's law is summed over all of it (`exact.commit_law`). The drafts must
+              also occur as often as they say: a chi-square of their counts.
+    sampled   thousands of rows through `generate`, several rounds each: a chi-square
+              of the joint of their first tokens. What only this sees is the engine:
+              keys, caches, commits, rows.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import testing, verify
+from specjax.certify import exact
+from specjax.drafters.none import NoDrafter
+from specjax.generate import Model, Weights, advance, finish, start
+from specjax.metrics import accepted_per_round
+from specjax.sampling import GREEDY, Sampling
+from specjax.testing import FALSE_ALARM, FAST, chi_square
+from specjax.tree import DynamicTree, Tree
+from specjax.verify import Draft
+
+TOPOLOGIES: dict[str, Tree | DynamicTree | None] = {
+    "chain": None,
+    "tree": Tree((-1, 0, 0, 1)),
+    "dynamic": DynamicTree(num_nodes=5, depth=2, width=2),
+}
+RULES_OF = {  # and the kinds of drafts each is for
+    "chain": ("token", "block", "match"),
+    "tree": ("recursive", "traversal", "match"),
+    "dynamic": ("match",),
+}
+PROMPT = [1, 0, 2, 1]
+ROWS = 4096
+NUM_TOKENS = 4  # holds a whole round of two drafts, its bonus and the next anchor
+VOCAB = 4
+TV_TOLERANCE = 1e-5  # float32 sums; wrong rules are 3e-3 and more away
+
+
+@dataclasses.dataclass(frozen=True)
+class Kit:
+    """A random target and a drafter over it."""
+
+    target: Any
+    params: Any
+    drafter: Any
+    weights: Any
+
+
+@functools.lru_cache(maxsize=32)
+def target_kit(seed: int = 0):
+    return testing.tiny_target(
+        seed,
+        scale=12.0,
+        vocab_size=VOCAB,
+        width=8,
+        num_heads=2,
+        num_kv_heads=1,
+        head_width=4,
+        mlp_width=8,
+    )
+
+
+@functools.lru_cache(maxsize=32)
+def kit(name: str, topology: str = "chain", seed: int = 0) -> Kit:
+    """A registered drafter of two tokens, with a law flat enough to be accepted."""
+    target, params = target_kit(seed)
+    fields: dict[str, Any] = {"gamma": 2}
+    drafter, weights = testing.tiny_drafter(name, target, params, seed + 1, **fields)
+    # Small weights give a flat law, which keeps whole drafts often enough to judge the
+    # bonus behind them.
+    weights = testing.perturb(jax.tree.map(lambda x: 0.1 * x, weights), seed)
+    if TOPOLOGIES[topology] is not None:
+        drafter = dataclasses.replace(drafter, topology=TOPOLOGIES[topology])
+    return Kit(target, params, drafter, weights)
+
+
+def kind(tree: Tree | DynamicTree) -> str:
+    """Which of `TOPOLOGIES` stands for a drafter's own."""
+    if isinstance(tree, DynamicTree):
+        return "dynamic"
+    return "chain" if tree.is_chain else "tree"
+
+
+def has_topology(name: str, topology: str) -> bool:
+    """Whether a drafter can draft so."""
+    fields = {f.name for f in dataclasses.fields(kit(name).drafter)}
+    return topology == "chain" or "topology" in fields
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), compiler_options=FAST)
+def _propose(target, drafter, sampling: Sampling, rows: int, params, weights, key):
+    """Drafts of one state under `rows` keys, and the target's logits at their nodes."""
+    shared = target.shared(params)
+    text = jnp.broadcast_to(jnp.asarray(PROMPT[:-1]), (rows, len(PROMPT) - 1))
+    lengths = jnp.full((rows,), text.shape[1], jnp.int32)
+    cache = target.init_cache(rows, 32)
+    out = target(params, text, cache, taps=drafter.taps)
+    cache = dataclasses.replace(out.cache, length=lengths)
+    state = drafter.prefill(weights, shared, text, lengths, out.features, 32)
+    anchor = jnp.full((rows,), PROMPT[-1], jnp.int32)
+    keys = jax.random.split(key, rows)
+    draft, _ = drafter.draft(weights, shared, state, anchor, sampling, keys)
+    nodes = jnp.concatenate([anchor[:, None], jnp.maximum(draft.tokens, 0)], axis=1)
+    tree = drafter.tree
+    _, ancestors, depths = jax.vmap(lambda d: verify.topology(d, tree))(draft)
+    out = target(params, nodes, cache, ancestors=ancestors, depths=depths)
+    return draft, target.logits(params, out.hidden)
+
+
+@functools.lru_cache(maxsize=64)
+def proposals(name: str, topology: str, drafting: Sampling, seed: int = 0):
+    """The distinct drafts, how often each came, and the logits at its nodes."""
+    k = kit(name, topology, seed)
+    draft, logits = _propose(
+        k.target, k.drafter, drafting, ROWS, k.params, k.weights, jax.random.key(seed)
+    )
+    columns = [np.asarray(draft.tokens)]
+    if draft.parents is not None:
+        columns.append(np.asarray(draft.parents))
+    _, first, counts = np.unique(
+        np.concatenate(columns, axis=1), axis=0, return_index=True, return_counts=True
+    )
+    few = jax.tree.map(lambda x: x[first], draft)
+    return few, counts, np.asarray(logits)[first]
+
+
+@functools.lru_cache(maxsize=32)
+def joint(sampling: Sampling, num_tokens: int, seed: int = 0) -> np.ndarray:
+    """The target's law of the tokens after the prompt."""
+    target, params = target_kit(seed)
+    return testing.target_law(target, params, PROMPT, sampling, num_tokens)
+
+
+def drafting(name: str, rule: str, sampling: Sampling) -> Sampling:
+    """How drafts for a rule are drawn: `match` gets the likeliest, its best use."""
+    argmax = getattr(kit(name).drafter, "propose", "sample") == "argmax"
+    drawn = verify.get(rule).drawn
+    if drawn and not argmax:
+        return sampling
+    return sampling if drawn else GREEDY
+
+
+def exact_law(
+    name: str, rule: verify.Rule, topology: str, drafting: Sampling, sampling: Sampling
+) -> tuple[float, float]:
+    """Distance of a rule's law of three tokens from the target's, and mean accepted.
+
+    Probability of drafts that were never seen counts as distance.
+    """
+    few, counts, logits = proposals(name, topology, drafting)
+    tree = kit(name, topology).drafter.tree
+    p = np.asarray(sampling.probs(jnp.asarray(logits)))
+    chance = _chance(tree, few, drafting, counts)
+    right = joint(sampling, tree.depth + 1)
+    law, accepted = exact.commit_law(rule, tree, few, chance, p, right)
+    return max(exact.tv(law, right), 1 - float(chance.sum())), accepted
+
+
+def _chance(tree, few: Draft, drafting: Sampling, counts) -> np.ndarray:
+    if drafting.greedy:  # one draft; a second one would be no function of the text
+        return np.ones(1) if len(counts) == 1 else counts / counts.sum() * 0.5
+    return exact.chance_of(tree, few)
+
+
+def drafts_p_value(name: str, topology: str, drafting: Sampling) -> float:
+    """p-value that drafts are drawn from the laws they carry."""
+    few, counts, _ = proposals(name, topology, drafting)
+    chance = _chance(kit(name, topology).drafter.tree, few, drafting, counts)
+    # Drafts that never came stand in one cell.
+    chance = np.append(chance, max(1 - chance.sum(), 0.0))
+    return chi_square(np.append(counts, 0), chance)
+
+
+@dataclasses.dataclass(frozen=True)
+class Certificate:
+    """The outcome of one `sampled`."""
+
+    p_value: float  # of the joint of the first tokens
+    pair_p_value: float  # of neighbouring rows' first tokens being independent
+    passed: bool
+    rows: int  # texts generated
+    accepted: float  # mean drafted tokens accepted per round: 0 would test little
+    texts: np.ndarray  # [rows NUM_TOKENS]
+
+
+def sampled(
+    name: str,
+    sampling: Sampling,
+    *,
+    rule: str | None = None,
+    topology: str = "chain",
+    rows: int = ROWS,
+    seed: int = 0,
+    false_alarm: float = FALSE_ALARM,
+) -> Certificate:
+    """Checks by sampling that the engine with a drafter keeps the target's law.
+
+    It fails a right drafter with probability 2 `false_alarm`. At temperature 0 compare
+    texts instead, which is exact.
+    """
+    if sampling.greedy:
+        raise ValueError(
+            f"this certificate needs a sampled law, got {sampling}; for greedy "
+            "decoding compare the text with that of `generate.autoregressive`."
+        )
+    run = _run(name, sampling, rule, topology, [PROMPT] * rows, range(rows), seed)
+    texts = np.array([tokens[:NUM_TOKENS] for tokens in run.tokens])
+    law = joint(sampling, NUM_TOKENS)
+    p_value = chi_square(testing.count(texts, VOCAB), law)
+    first = law.sum(axis=tuple(range(2, NUM_TOKENS)))  # of two tokens
+    neighbours = np.concatenate([texts[0::2, :2], texts[1::2, :2]], axis=1)
+    pairs = first[:, :, None, None] * first[None, None]
+    pair_p_value = chi_square(testing.count(neighbours, VOCAB), pairs)
+    return Certificate(
+        p_value=p_value,
+        pair_p_value=pair_p_value,
+        passed=min(p_value, pair_p_value) >= false_alarm,
+        rows=rows,
+        accepted=accepted_per_round(run.trace),
+        texts=texts,
+    )
+
+
+def moved(
+    name: str,
+    sampling: Sampling,
+    texts: np.ndarray,
+    *,
+    rule: str | None = None,
+    topology: str = "chain",
+    seed: int = 0,
+) -> float:
+    """Share of rows whose text changes with their place, neighbours and padding.
+
+    `texts` are those of `sampled`. Its rows are run again in another order, every
+    second one beside another prompt, in wider padding.
+    """
+    rows = len(texts)
+    order = np.random.default_rng(seed).permutation(rows)
+    kept = order % 2 == 0
+    prompts = [PROMPT if k else [2, 3, 3] for k in kept]
+    run = _run(name, sampling, rule, topology, prompts, order, seed, width=12)
+    again = [tokens[:NUM_TOKENS] for tokens in run.tokens]
+    same = [again[i] == texts[row].tolist() for i, row in enumerate(order) if kept[i]]
+    return 1 - float(np.mean(same))
+
+
+def _run(name, sampling, rule, topology, prompts, seeds, seed, width=8):
+    k = kit(name, topology)
+    model = Model(k.target, k.drafter, sampling, rule=rule)
+    if rule is not None and not verify.get(rule).drawn:
+        model = dataclasses.replace(model, draft_sampling=GREEDY)
+    arrays = Weights(target=k.params, drafter=k.weights)
+    progress = start(
+        model,
+        arrays,
+        prompts,
+        max_new_tokens=NUM_TOKENS + 1,  # the end of the text must not hide the bonus
+        key=jax.random.key(seed),
+        seeds=[int(s) for s in seeds],
+        cache_size=32,
+        width=width,
+    )
+    everything = jnp.asarray(NUM_TOKENS)
+    rounds = _compiled(model, arrays, progress, everything)
+    return finish(model, rounds(arrays, progress, everything))
+
+
+_CACHE: dict[Any, Any] = {}
+
+
+def _compiled(model: Model, *args):
+    """`advance`, compiled fast, once for a model and shapes."""
+    at = model, verify.RULES[model.rule_name], str(jax.tree.map(jnp.shape, args))
+    if at not in _CACHE:
+        _CACHE[at] = advance.lower(model, *args).compile(FAST)
+    return _CACHE[at]
+
+
+def greedy_difference(name: str, topology: str) -> float:
+    """Share of prompts whose greedy text differs from the target's own."""
+    k = kit(name, topology)
+    weights = Weights(target=k.params, drafter=k.weights)
+    ours = _greedy(Model(k.target, k.drafter, GREEDY), weights)
+    plain = _plain_text()
+    return float(np.mean([a != b for a, b in zip(ours, plain, strict=True)]))
+
+
+def _greedy(model: Model, weights: Weights) -> list[list[int]]:
+    prompts = np.random.default_rng(0).integers(0, VOCAB, (16, 5)).tolist()
+    progress = start(model, weights, prompts, max_new_tokens=12)
+    rounds = _compiled(model, weights, progress, jnp.asarray(12))
+    return finish(model, rounds(weights, progress, jnp.asarray(12))).tokens
+
+
+@functools.lru_cache(maxsize=1)
+def _plain_text() -> list[list[int]]:
+    target, params = target_kit()
+    return _greedy(Model(target, NoDrafter(), GREEDY), Weights(params, None))

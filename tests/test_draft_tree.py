@@ -1,0 +1,188 @@
+"""Trees of drafts: golden expansion, the laws of what is drawn, search and storage."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax import draft_tree, testing, tree
+from specjax.certify import exact
+from specjax.sampling import GREEDY, Sampling
+from specjax.tree import DynamicTree, Tree
+from specjax.verify import PAD
+
+V = 8
+
+
+def path_logits(path):
+    """Logits after a path of drafted tokens, in closed form."""
+    weight = sum((2 + i) * token for i, token in enumerate(path))
+    return 3 * np.sin(1 + 0.9 * np.arange(V) + weight)
+
+
+def grow_from_paths(topology, sampling=GREEDY, seeds=(0,)):
+    """`grow` over a drafter that remembers the path of every node in its carry."""
+    B = len(seeds)
+    slots = max(draft_tree.num_slots(topology), 1)
+    keys = jax.vmap(jax.random.key)(jnp.asarray(seeds))
+    first = jnp.broadcast_to(jnp.asarray(path_logits(()), jnp.float32), (B, V))
+
+    def step(held, tokens, sees, level):
+        """`held`: the token of each slot; a path weighs what its slots add up to."""
+        W = tokens.shape[1]
+        held = jax.lax.dynamic_update_slice(held, tokens, (0, level * W))
+        depth = jnp.arange(slots, dtype=jnp.int32) // W
+        share = (held * (2 + depth)[None])[:, None]
+        weight = jnp.sum(jnp.where(sees, share, 0), axis=2).astype(jnp.float32)
+        base = 1 + 0.9 * jnp.arange(V, dtype=jnp.float32)
+        angle = weight[..., None] + base[None, None]
+        return 3 * jnp.sin(angle), held
+
+    held = jnp.zeros((B, slots), jnp.int32)
+    return draft_tree.grow(topology, first, step, held, sampling, keys)[0]
+
+
+def test_expansion_and_reranking_give_the_golden_tree_of_eagle_2():
+    draft = grow_from_paths(DynamicTree(num_nodes=10, depth=3, width=3), seeds=(0, 1))
+    for row in range(2):
+        assert draft.tokens[row].tolist() == [1, 7, 0, 5, 6, 6, 1, 7, 3]
+        assert draft.parents[row].tolist() == [-1, 0, 0, 0, 1, 1, 2, 3, 3, 4]
+
+
+def test_a_dynamic_tree_of_all_candidates_is_the_whole_beam():
+    topology = DynamicTree(num_nodes=3 + 9 + 1, depth=2, width=3)
+    draft = grow_from_paths(topology)
+    assert sorted(np.bincount(draft.parents[0, 1:])) == [3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("topology", [Tree.full(2, 2, 1), Tree((-1, 0, 0, 1, 2, 2, 4))])
+def test_a_static_tree_of_likeliest_children_is_what_a_loop_over_its_nodes_makes(
+    topology,
+):
+    draft = grow_from_paths(topology)
+    paths = {0: ()}
+    for node, parent in enumerate(topology.parents[1:], 1):
+        order = np.argsort(-path_logits(paths[parent]), kind="stable")
+        paths[node] = (*paths[parent], int(order[topology.ranks[node]]))
+    right = [paths[node][-1] for node in range(1, topology.num_nodes)]
+    assert draft.tokens[0].tolist() == right
+
+
+def test_laws_of_a_grown_tree_are_those_of_its_inner_nodes():
+    topology = Tree((-1, 0, 0, 1, 2, 2, 4))
+    draft = grow_from_paths(topology, Sampling(), seeds=range(4))
+    for row in range(4):
+        paths = {0: ()}
+        for node, parent in enumerate(topology.parents[1:], 1):
+            paths[node] = (*paths[parent], int(draft.tokens[row, node - 1]))
+        for i, inner in enumerate(topology.inner):
+            right = jax.nn.softmax(jnp.asarray(path_logits(paths[int(inner)])))
+            np.testing.assert_allclose(draft.probs[row, i], right, atol=2e-5)
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+def test_children_are_drawn_in_order_from_what_earlier_ones_left(replacement):
+    topology = Tree((-1, 0, 0, 1), replacement)
+    laws = jnp.asarray([[0.6, 0.25, 0.15], [0.2, 0.3, 0.5]])
+    logits = jnp.broadcast_to(jnp.log(laws), (20_000, 2, 3))
+    keys = jax.random.split(jax.random.key(0), 20_000)
+    make = jax.jit(draft_tree.from_laws, static_argnums=(0, 2))
+    draft = make(topology, logits, Sampling(), keys)
+    drafts, chance, _ = exact.all_drafts(
+        topology, lambda s: laws[len(s)], lambda s: laws[0]
+    )
+    np.testing.assert_allclose(exact.chance_of(topology, drafts), chance, atol=1e-6)
+    law = np.zeros((3, 3, 3))
+    np.add.at(law, tuple(np.asarray(drafts.tokens).T), chance)
+    counts = testing.count(np.asarray(draft.tokens), 3)
+    assert testing.chi_square(counts, law) > testing.FALSE_ALARM
+
+
+def test_a_law_of_fewer_tokens_than_children_leaves_nodes_out():
+    topology = Tree.full(3, 1)
+    logits = jnp.log(jnp.asarray([[[0.9, 0.1, 0, 0], [0.25, 0.25, 0.25, 0.25]]]))
+    for sampling in (Sampling(), GREEDY):
+        draft = draft_tree.from_laws(
+            topology, logits, sampling, jax.random.split(jax.random.key(0), 1)
+        )
+        tokens = draft.tokens[0].tolist()
+        assert sorted(tokens[:2]) == [0, 1] and tokens[2] == PAD
+        assert tokens[5] == PAD and PAD not in tokens[3:5]
+
+
+def test_a_block_shallower_than_its_tree_is_refused():
+    with pytest.raises(ValueError, match="knows 1 positions, the tree is 2 deep"):
+        keys = jax.random.split(jax.random.key(0), 1)
+        draft_tree.from_laws(Tree.chain(2), jnp.zeros((1, 1, 4)), GREEDY, keys)
+
+
+def brute_force(accept, num_nodes):
+    """The best tree by trying all sets of paths."""
+    depths, ranks = accept.shape
+    paths = [
+        p
+        for d in range(1, depths + 1)
+        for p in itertools.product(range(ranks), repeat=d)
+    ]
+    worth = {p: np.prod([accept[i, r] for i, r in enumerate(p)]) for p in paths}
+    best = 0.0
+    for chosen in itertools.combinations(paths, num_nodes - 1):
+        if all(len(p) == 1 or p[:-1] in chosen for p in chosen):
+            best = max(best, sum(worth[p] for p in chosen))
+    return best
+
+
+def test_the_greedy_search_finds_the_best_tree():
+    accept = np.array([[0.6, 0.2, 0.05], [0.5, 0.3, 0.1]])
+    for num_nodes in (2, 4, 6):
+        found = tree.best_tree(accept, num_nodes)
+        worth = [1.0]
+        for node, parent in enumerate(found.parents[1:], 1):
+            at = accept[found.depths[node] - 1, found.ranks[node]]
+            worth.append(worth[parent] * at)
+        assert found.num_nodes == num_nodes
+        assert sum(worth[1:]) == pytest.approx(brute_force(accept, num_nodes))
+
+
+def test_a_tree_of_observed_paths_beats_one_that_assumes_independence():
+    """Rank 1 is right at depth 2 exactly after rank 1 at depth 1."""
+    ranks = np.array([[0, 0]] * 5 + [[1, 1]] * 5)
+    by_rate = tree.best_tree(tree.rank_rates(ranks, 2), 5)
+    observed = tree.best_observed_tree(ranks, 6, 2)
+    assert tree.expected_tau(observed, ranks) == pytest.approx(3.0)
+    assert tree.expected_tau(by_rate, ranks) < 3.0
+
+
+def test_rates_and_expected_tau_count_what_reaches_a_depth():
+    ranks = np.array([[0, 1], [0, 0], [1, 0], [5, 0]])
+    rates = tree.rank_rates(ranks, 2)
+    np.testing.assert_allclose(rates, [[0.5, 0.25], [2 / 3, 1 / 3]])
+    chain = Tree.chain(2)
+    assert tree.expected_tau(chain, ranks) == pytest.approx(1 + (2 + 1) / 4)
+
+
+def test_a_tree_is_saved_and_loaded(tmp_path):
+    for replacement in (False, True):
+        topology = Tree(Tree.full(2, 2).parents, replacement)
+        topology.save(tmp_path / "tree.json", drafter="medusa")
+        assert Tree.load(tmp_path / "tree.json") == topology
+    for text in ("{}", "no json", '{"parents": [0, 1]}'):
+        (tmp_path / "bad.json").write_text(text)
+        with pytest.raises(ValueError, match="parents"):
+            Tree.load(tmp_path / "bad.json")
+
+
+def test_paths_are_numbered_by_level_and_rank():
+    assert Tree.of_paths([(0, 1), (1,), (0, 0)]).parents == (-1, 0, 0, 1, 1)
+    assert Tree.full(2, 2).parents == (-1, 0, 0, 1, 1, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [((1, 2, 2), "2 to 7 nodes"), ((9, 2, 2), "2 to 7 nodes"), ((2, 0, 1), "depth")],
+)
+def test_an_impossible_dynamic_tree_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        DynamicTree(*fields)
