@@ -27,36 +27,38 @@ Step = Callable[[Any, Array, Array, Array], tuple[Array, Any]]
 
 
 def draw_children(
-    sampling: Sampling,
-    logits: Float[Array, "W V"],
+    scores: Float[Array, "W V"],
+    probs: Float[Array, "W V"],
     key: Array,
     num_children: int,
+    *,
+    likeliest: bool = False,
     replacement: bool = False,
-) -> tuple[Int[Array, "W C"], Float[Array, "W V"]]:
-    """Draws the children of W nodes of one row, in draw order, and their laws.
+) -> Int[Array, "W C"]:
+    """Draws the children of W nodes of one row, in draw order.
 
-    PAD stands where a law has fewer tokens than children are asked for.
+    PAD stands where a law has fewer tokens than children are asked for. `likeliest`
+    takes the best of `scores` instead.
     """
-    probs = sampling.probs(logits)
-    if sampling.greedy:
-        scores = sampling.possible(logits)
+    if likeliest:
+        pass
     elif replacement:
         keys = jax.random.split(key, num_children)
-        drawn = jax.vmap(lambda k: categorical(probs, k), out_axes=1)(keys)
-        return drawn, probs
+        return jax.vmap(lambda k: categorical(probs, k), out_axes=1)(keys)
     else:
         log = jnp.log(jnp.where(probs > 0, probs, 1.0))
         noise = jax.random.gumbel(key, probs.shape)
         scores = jnp.where(probs > 0, log + noise, -jnp.inf)
     best, tokens = jax.lax.top_k(scores, num_children)
-    return jnp.where(best > -jnp.inf, tokens, PAD).astype(jnp.int32), probs
+    return jnp.where(best > -jnp.inf, tokens, PAD).astype(jnp.int32)
 
 
 def _draw_rows(tree: Tree, sampling, logits, keys):
     """`draw_children` of a batch: tokens [B W C], laws [B W V]."""
-    C = tree.children.shape[1]
-    draw = lambda z, k: draw_children(sampling, z, k, C, tree.replacement)
-    return jax.vmap(draw)(logits, keys)
+    how = {"likeliest": sampling.greedy, "replacement": tree.replacement}
+    C, probs = tree.children.shape[1], sampling.probs(logits)
+    draw = lambda z, p, k: draw_children(z, p, k, C, **how)
+    return jax.vmap(draw)(sampling.possible(logits), probs, keys), probs
 
 
 def _place(tree: Tree, kids: Int[Array, "B I C"]) -> Int[Array, "B G"]:

@@ -172,9 +172,10 @@ def _round(model: Model, weights: Weights, progress: Progress) -> Progress:
             taps=drafter.taps,
         )
         logits = target.logits(weights.target, out.hidden)
+        scores = logits if sampling.greedy else sampling.scores(logits)
         rule = verify.get(model.rule_name)
         judge = lambda d, z, k: verify.verify(d, z, sampling, k, tree, rule)
-        verdict = jax.vmap(judge)(draft, logits, verify_keys)
+        verdict = jax.vmap(judge)(draft, scores, verify_keys)
 
     with jax.named_scope("commit"):
         n, i = verdict.num_accepted, progress.num_rounds
@@ -236,9 +237,8 @@ def prefill(
     out = target(weights.target, prompts, cache, taps=drafter.taps)
     last = out.hidden[jnp.arange(B), lengths - 1]
     _, first_keys = _round_keys(keys, lengths - 1)
-    first, _ = jax.vmap(model.sampling.draw)(
-        target.logits(weights.target, last), first_keys
-    )
+    probs = model.sampling.probs(target.logits(weights.target, last))
+    first = jax.vmap(model.sampling.pick)(probs, first_keys)
     max_positions = target.config.max_positions
     progress = Progress(
         cache=kv_cache.commit(out.cache, None, lengths),

@@ -57,16 +57,26 @@ class Sampling:
         """The law after all settings, float32, rows sum to 1."""
         if self.greedy:
             return jax.nn.one_hot(self.best(logits), logits.shape[-1])
-        logits = self.possible(logits)
-        logits = logits / self.temperature
-        if self.top_k is not None or self.top_p < 1:
-            logits = self._keep_likeliest(logits)
-        probs = jax.nn.softmax(logits, axis=-1)
+        return jax.nn.softmax(self.scores(logits), axis=-1)
+
+    def scores(self, logits: Float[Array, "*B V"]) -> Float[Array, "*B V"]:
+        """Logarithms of the law up to a constant a row, -inf for what is never drawn.
+
+        Not for greedy settings. Give it whole batches: under `vmap` a rare branch, that
+        of equal logits at a cut, runs always.
+        """
+        scores = self.possible(logits) / self.temperature
+        V = scores.shape[-1]
+        if self.top_k is not None and self.top_k < V:
+            scores = _keep(scores, jnp.ones_like(scores), float(self.top_k))
+        best = jnp.max(scores, axis=-1, keepdims=True)
+        if self.top_p < 1:
+            weights = jnp.exp(scores - best)
+            need = self.top_p * jnp.sum(weights, axis=-1, keepdims=True)
+            scores = _keep(scores, weights, need)
         if self.min_p > 0:
-            floor = self.min_p * jnp.max(probs, axis=-1, keepdims=True)
-            probs = jnp.where(probs >= floor, probs, 0.0)
-            probs = probs / jnp.sum(probs, axis=-1, keepdims=True)
-        return probs
+            scores = jnp.where(scores >= best + math.log(self.min_p), scores, -jnp.inf)
+        return scores
 
     def possible(self, logits: Float[Array, "*B V"]) -> Float[Array, "*B V"]:
         """float32 logits, -inf for NaN and for ids that no text may hold."""
@@ -80,30 +90,59 @@ class Sampling:
         """The likeliest token; the lowest id of several."""
         return jnp.argmax(self.possible(logits), axis=-1).astype(jnp.int32)
 
-    def _keep_likeliest(self, logits):
-        order = jnp.argsort(logits, axis=-1, descending=True, stable=True)
-        ranked = jnp.take_along_axis(logits, order, axis=-1)
-        V = logits.shape[-1]
-        keep = jnp.arange(V) < (V if self.top_k is None else self.top_k)
-        keep = jnp.broadcast_to(keep, order.shape)
-        if self.top_p < 1:
-            mass = jax.nn.softmax(jnp.where(keep, ranked, -jnp.inf), axis=-1)
-            before = jnp.cumsum(mass, axis=-1) - mass
-            keep = keep & (before < self.top_p)
-        rank = jnp.argsort(order, axis=-1)  # the inverse permutation
-        return jnp.where(jnp.take_along_axis(keep, rank, axis=-1), logits, -jnp.inf)
+    def pick(self, probs: Float[Array, "*B V"], key: PRNGKey) -> Int[Array, "*B"]:
+        """Draws one token a row from laws that `probs` made."""
+        if self.greedy:
+            return jnp.argmax(probs, axis=-1).astype(jnp.int32)
+        return categorical(probs, key)
 
     def draw(
         self, logits: Float[Array, "*B V"], key: PRNGKey
     ) -> tuple[Int[Array, "*B"], Float[Array, "*B V"]]:
         """Draws one token a row and returns it with the law that it was drawn from."""
         probs = self.probs(logits)
-        if self.greedy:
-            return jnp.argmax(probs, axis=-1).astype(jnp.int32), probs
-        return categorical(probs, key), probs
+        return self.pick(probs, key), probs
 
 
 GREEDY = Sampling(temperature=0.0)
+
+
+def _keep(
+    scores: Float[Array, "*B V"], weights: Float[Array, "*B V"], need: Array | float
+) -> Float[Array, "*B V"]:
+    """Keeps the fewest likeliest entries whose weights reach `need`; -inf elsewhere.
+
+    Of equal scores at the cut the lower ids stay. No sort, which takes XLA 400 ms for
+    16 rows of 49,152 on a CPU: the cut is found bit by bit, in the order-preserving
+    integers of the scores, as the largest value above which there is enough.
+    """
+    bits = jax.lax.bitcast_convert_type(scores, jnp.int32)
+    bits = jnp.where(scores == 0, 0, bits)  # -0 is 0
+    order = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # ascending as the scores
+
+    def enough(cut):
+        above = jnp.where(order >= cut, weights, 0.0)
+        return jnp.sum(above, axis=-1, keepdims=True) >= need
+
+    low = jnp.full_like(order[..., :1], jnp.iinfo(jnp.int32).min)
+    zero = jnp.zeros_like(low)
+    cut = jnp.where(enough(zero), zero, low)
+
+    def bit(i, cut):
+        higher = cut + jnp.left_shift(jnp.int32(1), 30 - i)
+        return jnp.where(enough(higher), higher, cut)
+
+    cut = jax.lax.fori_loop(0, 31, bit, cut)
+    above, equal = order > cut, order == cut
+    missing = need - jnp.sum(jnp.where(above, weights, 0.0), axis=-1, keepdims=True)
+
+    def lowest(equal):
+        before = jnp.cumsum(jnp.where(equal, weights, 0.0), axis=-1) - weights
+        return equal & (before < missing)
+
+    several = jnp.any(jnp.sum(equal, axis=-1) > 1)
+    kept = above | jax.lax.cond(several, lowest, lambda equal: equal, equal)
+    return jnp.where(kept, scores, -jnp.inf)
 
 
 def categorical(probs: Float[Array, "*B V"], key: PRNGKey) -> Int[Array, "*B"]:

@@ -96,7 +96,10 @@ class Decision:
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """A way to decide. `decide(draft, p, tree, u, *params)` sees one sequence."""
+    """A way to decide. `decide(draft, p, tree, u, *params)` sees one sequence.
+
+    p, the target's laws at the nodes, is an array [N V] or `Laws`.
+    """
 
     decide: Callable[..., Decision]
     num_uniforms: Callable[[Any], int]  # of a topology
@@ -129,10 +132,48 @@ def without(law: Float[Array, "V"], token: Int[Array, ""]) -> Float[Array, "V"]:
     return normalise(jnp.where(jnp.arange(law.shape[0]) == token, 0.0, law), law)
 
 
-def _pick(rows: Float[Array, "G V"], tokens: Int[Array, "G"]) -> Float[Array, "G"]:
-    """rows[k, tokens[k]]; 0 where the token is PAD."""
-    picked = jnp.take_along_axis(rows, jnp.maximum(tokens, 0)[:, None], axis=1)[:, 0]
+@pytree
+class Laws:
+    """Laws of N nodes that are computed where they are looked at: rows and entries.
+
+    A pass over all of [N V] costs more than most rules; `laws[i]` is one row.
+    """
+
+    scores: Float[Array, "N V"]  # logarithms up to a constant a row
+    log_sum: Float[Array, "N"]
+
+    @classmethod
+    def of(cls, scores: Float[Array, "N V"]) -> "Laws":
+        return cls(scores, jax.nn.logsumexp(scores, axis=-1))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.scores.shape
+
+    @property
+    def dtype(self):
+        return self.scores.dtype
+
+    def __getitem__(self, rows) -> Array:
+        return jnp.exp(self.scores[rows] - self.log_sum[rows][..., None])
+
+    def pick(self, rows, tokens) -> Array:
+        return jnp.exp(self.scores[rows, tokens] - self.log_sum[rows])
+
+
+def _pick(laws, rows, tokens: Int[Array, "G"]) -> Float[Array, "G"]:
+    """laws[rows[k], tokens[k]]; 0 where the token is PAD."""
+    at = jnp.maximum(tokens, 0)
+    picked = laws.pick(rows, at) if isinstance(laws, Laws) else laws[rows, at]
     return jnp.where(tokens >= 0, picked, 0.0)
+
+
+def _row(laws: Float[Array, "G V"], k: Array, length: Array) -> Float[Array, "V"]:
+    """laws[k], and zeros from row `length` on: past the draft nothing was drawn."""
+    if laws.shape[0] == 0:
+        return jnp.zeros(laws.shape[1:], laws.dtype)
+    row = laws[jnp.minimum(k, laws.shape[0] - 1)]
+    return jnp.where(k < length, row, 0.0)
 
 
 def _prefix(mask: Bool[Array, "G"]) -> Int[Array, ""]:
@@ -146,18 +187,19 @@ def _last(mask: Bool[Array, "G"]) -> Int[Array, ""]:
     return jnp.max(jnp.where(mask, lengths, 0), initial=0)
 
 
-def token(draft: Draft, p: Float[Array, "N V"], tree: Tree, u: Array) -> Decision:
+def token(draft: Draft, p, tree: Tree, u: Array) -> Decision:
     """Keeps the longest accepted prefix of a chain, eq. 1 to 3."""
     del tree
     tokens, q = draft.tokens, draft.laws
-    drawn = _pick(accept_probs(q, p[:-1]), tokens)
+    rows = np.arange(len(tokens))
+    drawn = accept_probs(_pick(q, rows, tokens), _pick(p, rows, tokens))
     n = _prefix(u < drawn)
     # A zero row past the draft makes the residual there equal p: the free bonus token.
-    q = jnp.pad(jnp.where(tokens[:, None] >= 0, q, 0.0), ((0, 1), (0, 0)))
-    return Decision(n, n, residual(q[n], p[n]), drawn)
+    left = residual(_row(q, n, _prefix(tokens >= 0)), p[n])
+    return Decision(n, n, left, drawn)
 
 
-def block(draft: Draft, p: Float[Array, "N V"], tree: Tree, u: Array) -> Decision:
+def block(draft: Draft, p, tree: Tree, u: Array) -> Decision:
     """Keeps the longest prefix whose own test passes, whether or not others did.
 
     pi_k = min(1, pi_{k-1} p(x_k) / q(x_k)) and, with Z_k = sum max(0, pi_k p - q) in
@@ -168,7 +210,8 @@ def block(draft: Draft, p: Float[Array, "N V"], tree: Tree, u: Array) -> Decisio
     del tree
     tokens, q = draft.tokens, draft.laws
     G = tokens.shape[0]
-    qx, px = _pick(q, tokens), _pick(p[:-1], tokens)
+    rows = np.arange(G)
+    qx, px = _pick(q, rows, tokens), _pick(p, rows, tokens)
     ratio = px / jnp.where(qx > 0, qx, 1.0)
 
     def step(pi, ratio):
@@ -178,20 +221,16 @@ def block(draft: Draft, p: Float[Array, "N V"], tree: Tree, u: Array) -> Decisio
     _, pi = jax.lax.scan(step, jnp.ones(()), jnp.where(qx > 0, ratio, 0.0))
     pi = jnp.pad(pi, (1, 0), constant_values=1.0)  # [N], pi_0 = 1
     length = _prefix(tokens >= 0)
-    q = jnp.where(
-        (jnp.arange(G + 1) < length)[:, None], jnp.pad(q, ((0, 1), (0, 0))), 0
-    )
-    excess = jnp.maximum(
-        pi[:, None] * p - q, 0.0
-    )  # at `length`: pi p, so the bonus is p
-    h = passes(jnp.sum(excess, axis=1), pi)
+    Z = jnp.sum(jnp.maximum(pi[:-1, None] * p[:-1] - q, 0.0), axis=1)
+    h = passes(jnp.pad(Z, (0, 1)), pi)
     k = jnp.arange(G + 1)
     h = jnp.where(k < length, h, jnp.where(k == length, pi, 0.0))[1:]
     n = _last(u < h)
-    return Decision(n, n, normalise(excess[n], p[n]), h)
+    left = jnp.maximum(pi[n] * p[n] - _row(q, n, length), 0.0)
+    return Decision(n, n, normalise(left, p[n]), h)
 
 
-def recursive(draft: Draft, p: Float[Array, "N V"], tree: Tree, u: Array) -> Decision:
+def recursive(draft: Draft, p, tree: Tree, u: Array) -> Decision:
     """Walks down from the anchor and tries the children of a node in draw order.
 
     A rejected child takes q out of p, eq. 2, and itself out of q (siblings drawn with
@@ -254,7 +293,7 @@ def lose(pi, p: Float[Array, "V"], q: Float[Array, "V"], x) -> tuple[Array, ...]
     return passes(jnp.sum(excess), pi), normalise(excess, p), without(q, x)
 
 
-def traversal(draft: Draft, p: Float[Array, "N V"], tree: Tree, u: Array) -> Decision:
+def traversal(draft: Draft, p, tree: Tree, u: Array) -> Decision:
     """Tries whole root paths, leaf first, in the static post-order of the tree.
 
     The path to node v passes with probability pi(v), pi(child x of m) = min(1, pi(m)
@@ -314,7 +353,7 @@ def _share(px: Array, left: Array) -> Array:
     return jnp.where(px < left, px / jnp.where(px < left, left, 1.0), 1.0)
 
 
-def match(draft: Draft, p: Float[Array, "N V"], tree, u: Array) -> Decision:
+def match(draft: Draft, p, tree, u: Array) -> Decision:
     """Accepts child x of a node with the probability that p gives it.
 
     Children are tried in order, each against what the earlier ones left of p; a
@@ -326,7 +365,7 @@ def match(draft: Draft, p: Float[Array, "N V"], tree, u: Array) -> Decision:
     siblings = above[:, None] == above[None]
     earlier = siblings & np.tri(G, k=-1, dtype=bool)
     repeated = jnp.any(earlier & (x[:, None] == x[None]), axis=1)
-    px = jnp.where(repeated, 0.0, _pick(p[above], x))
+    px = jnp.where(repeated, 0.0, _pick(p, above, x))
     left = 1.0 - jnp.sum(jnp.where(earlier, px[None], 0.0), axis=1)
     h = jnp.where(px > 0, _share(px, left), 0.0)
     n, node = _deepest(u < h, earlier, ancestors, depths)
@@ -346,7 +385,7 @@ def _deepest(accepted, earlier, ancestors, depths):
 
 def lossy_typical(
     draft: Draft,
-    p: Float[Array, "N V"],
+    p,
     tree,
     u: Array,
     epsilon: float = 0.09,
@@ -358,9 +397,10 @@ def lossy_typical(
     = 0 accept everything possible. The bonus is drawn from p. Not the target's law.
     """
     parents, ancestors, depths = topology(draft, tree)
+    p = p[:]
     entropy = -jnp.sum(p * jnp.log(p + 1e-5), axis=1)
     threshold = jnp.minimum(epsilon, delta * jnp.exp(-entropy))
-    px = _pick(p[parents[1:]], draft.tokens)
+    px = _pick(p, parents[1:], draft.tokens)
     plausible = jnp.pad(px > threshold[parents[1:]], (1, 0), constant_values=True)
     reached = ~jnp.any(ancestors & ~plausible[None], axis=1)
     log = jnp.pad(jnp.log(jnp.maximum(px, 1e-30)), (1, 0))
@@ -452,7 +492,7 @@ def verify_tokens(
 
 def verify(
     draft: Draft,
-    logits: Float[Array, "N V"],
+    scores: Float[Array, "N V"],
     sampling: Sampling,
     key: PRNGKey,
     tree: Tree | DynamicTree,
@@ -460,19 +500,18 @@ def verify(
 ) -> Verdict:
     """Judges one sequence's draft by a rule. The key is consumed.
 
-    `logits[i]` are the target's at node i. At temperature 0 no rule is needed: the path
-    that equals the argmax stays.
+    `scores[i]` are `sampling.scores` of the target's logits at node i; at temperature 0
+    the logits themselves, and no rule is needed: the path that equals the argmax stays.
     """
     valid = jnp.asarray(True)
     if sampling.greedy:
-        best = sampling.best(logits)
+        best = sampling.best(scores)
         n, node = verify_tokens(draft, best, tree)
         bonus = best[node]
     else:
         accept_key, bonus_key = jax.random.split(key)
         u = jax.random.uniform(accept_key, (rule.num_uniforms(tree),))
-        p = sampling.probs(logits)
-        decision = rule.decide(draft, p, tree, u, *rule.params)
+        decision = rule.decide(draft, Laws.of(scores), tree, u, *rule.params)
         n, node = decision.num_accepted, decision.node
         bonus = categorical(decision.law, bonus_key)
         if rule.drawn and isinstance(tree, Tree):
@@ -521,5 +560,5 @@ def _was_drawn(draft: Draft, tree: Tree) -> Bool[Array, ""]:
     """Whether every token has q > 0 in the law it is said to come from."""
     assert draft.probs is not None
     rows = jnp.asarray(tree.inner_row)[np.array(tree.parents[1:], np.int32)]
-    q = _pick(draft.laws[rows], draft.tokens)
+    q = _pick(draft.laws, rows, draft.tokens)
     return jnp.all((q > 0) | (draft.tokens < 0))

@@ -134,3 +134,25 @@ def test_bf16_logits_give_a_float32_law():
     probs = Sampling(top_p=0.9).probs(jnp.asarray(LOGITS, jnp.bfloat16))
     assert probs.dtype == jnp.float32
     np.testing.assert_allclose(probs.sum(-1), 1, atol=1e-6)
+
+
+@pytest.mark.parametrize("top_k", [None, 1, 7, 40])
+@pytest.mark.parametrize("top_p", [1.0, 0.5, 0.95, 1e-6])
+def test_cuts_are_those_of_a_stable_sort_on_many_logits_with_ties(top_k, top_p):
+    rng = np.random.default_rng(0)
+    logits = np.round(rng.normal(0, 3, (6, 200)), 1).astype(np.float32)  # many ties
+    logits[0, ::3] = -np.inf
+    logits[1] *= 0
+    sampling = Sampling(0.9, top_k=top_k, top_p=top_p, min_p=0.01)
+    got = np.asarray(sampling.probs(jnp.asarray(logits)))
+    if sampling.greedy:
+        return
+    for row, z in zip(got, logits / np.float32(0.9), strict=True):
+        order = np.argsort(-z, kind="stable")[: top_k or len(z)]
+        law = np.exp(z[order].astype(np.float64) - z.max())
+        law /= law.sum()
+        before = np.cumsum(law) - law
+        kept = order if top_p == 1 else order[before < top_p * (1 - 1e-6)]
+        law = np.exp(z[kept].astype(np.float64) - z.max())
+        kept = kept[law >= 0.01 - 1e-7]
+        assert set(np.flatnonzero(row)) == set(kept.tolist())

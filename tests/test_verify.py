@@ -377,9 +377,10 @@ def test_greedy_takes_no_nan_and_no_id_beyond_the_tokenizer():
     empty = Draft(jnp.zeros((0,), jnp.int32), jnp.zeros((0, 4)))
     for temperature in (0.0, 1.0):
         sampling = Sampling(temperature, num_ids=3)
+        scores = sampling.scores(logits) if temperature else logits
         drawn = [
             verify.verify(
-                empty, logits, sampling, jax.random.key(s), Tree.chain(0), TOKEN
+                empty, scores, sampling, jax.random.key(s), Tree.chain(0), TOKEN
             ).tokens[0]
             for s in range(20)
         ]
@@ -392,7 +393,8 @@ def test_the_bonus_obeys_the_sampling_settings():
     q, sampling = jnp.array([[1.0, 0, 0]]), Sampling(temperature=0.5, top_k=2)
     keys = jax.random.split(jax.random.key(0), 4000)
     draft, tree = Draft(jnp.array([0]), q), Tree.chain(1)
-    judge = lambda k: verify.verify(draft, logits, sampling, k, tree, TOKEN)
+    scores = sampling.scores(logits)
+    judge = lambda k: verify.verify(draft, scores, sampling, k, tree, TOKEN)
     run = jax.vmap(judge)
     verdict = jax.jit(run)(keys)
     bonus = np.asarray(verdict.tokens)[np.asarray(verdict.num_accepted) == 1, 1]

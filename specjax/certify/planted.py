@@ -154,7 +154,10 @@ def uniforms(draft, p, key):
 def goes_on_after_a_rejection(draft, p, key, noise):
     del noise
     u_key, *keys = jax.random.split(key, 3)
-    drawn = verify._pick(verify.accept_probs(draft.probs, p[:-1]), draft.tokens)
+    drawn = verify.accept_probs(
+        verify._pick(draft.probs, np.arange(2), draft.tokens),
+        verify._pick(p, np.arange(2), draft.tokens),
+    )
     accepted = jax.random.uniform(u_key, drawn.shape) < drawn
     fixed = [
         categorical(verify.residual(draft.probs[k], p[k]), keys[k]) for k in range(2)

@@ -148,7 +148,8 @@ def draw(
     sampling: Sampling, logits: Float[Array, "B *G V"], keys: Keys
 ) -> tuple[Int[Array, "B *G"], Float[Array, "B *G V"]]:
     """`sampling.draw` with each row's own key."""
-    return jax.vmap(sampling.draw)(logits, keys)
+    probs = sampling.probs(logits)
+    return jax.vmap(sampling.pick)(probs, keys), probs
 
 
 def masked_mean(
