@@ -1,7 +1,8 @@
 """What a run is judged by: tau, acceptance by position, speedup, intervals.
 
 Every number comes from a `Trace`, one entry a round. With s_k the probability that the
-first k drafted tokens are all accepted, tau = 1 + sum_k s_k always; the geometric form
+first k drafted tokens are all accepted, tau = 1 + sum_k s_k, but for a last round that
+the end of the text cut (it may have no bonus); the geometric form
 (1 - alpha^(G+1)) / (1 - alpha) holds only for equal, independent acceptance.
 """
 

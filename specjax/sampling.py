@@ -1,7 +1,7 @@
 """Sampling settings: from logits to the law that tokens are drawn from.
 
 One function serves every position of target and drafter, the bonus included, in the
-order temperature, top-k, top-p, min-p (that of `transformers`, vLLM and SGLang).
+order temperature, top-k, top-p (that of `transformers`, vLLM and SGLang), min-p.
 """
 
 import dataclasses

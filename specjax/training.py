@@ -59,7 +59,7 @@ class TrainConfig:
             init_value=0.0,
             peak_value=self.learning_rate,
             warmup_steps=max(1, round(self.warmup * self.steps)),
-            decay_steps=self.steps,
+            decay_steps=max(self.steps, 2),
             end_value=self.learning_rate * self.final,
         )
 
@@ -165,16 +165,24 @@ def _open_cache(folder, X, T, D, M) -> FeatureCache:
 def train_step(
     drafter: Any, config: TrainConfig, params: Params, state: Any, shared, batch, key
 ):
-    """One optimiser step. `params` and `state` are donated."""
+    """One optimiser step. `params` and `state` are donated.
+
+    A batch with nothing to learn from has no gradient and moves nothing, the optimiser
+    included; the metric "skipped" is then 1.
+    """
 
     def loss(params):
         return drafter.loss(params, shared, batch, key)
 
     (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(params)
-    updates, state = config.optimiser().update(grads, state, params)
-    params = optax.apply_updates(params, updates)
     norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
-    metrics |= {"loss": value, "grad_norm": norm}
+    updates, moved = config.optimiser().update(grads, state, params)
+    empty = norm == 0
+    keep = lambda new, old: jnp.where(empty, old, new)
+    params = jax.tree.map(keep, optax.apply_updates(params, updates), params)
+    state = jax.tree.map(keep, moved, state)
+    skipped = empty.astype(jnp.float32)
+    metrics |= {"loss": value, "grad_norm": norm, "skipped": skipped}
     return params, state, metrics
 
 
@@ -229,11 +237,6 @@ class Checkpoints:
     def close(self) -> None:
         self.manager.wait_until_finished()
         self.manager.close()
-
-
-def expected_tau(alpha: np.ndarray) -> float:
-    """tau = 1 + sum_k prod_{j<=k} alpha_j, from teacher-forced acceptance."""
-    return float(1 + np.sum(np.cumprod(alpha)))
 
 
 def train(
@@ -327,6 +330,6 @@ def _scalars(values: dict[str, np.ndarray]) -> dict[str, float]:
             flat[name] = float(value)
         else:
             flat |= {f"{name}_{i}": float(x) for i, x in enumerate(value, 1)}
-    if "alpha" in values:
-        flat["tau"] = expected_tau(values["alpha"])
+    if "survival" in values:
+        flat["tau"] = float(1 + np.sum(values["survival"]))
     return flat

@@ -210,6 +210,8 @@ def test_gradients_are_finite_and_in_the_drafter_alone(kit):
     assert not any(np.any(g != 0) for g in jax.tree.leaves(target))
     assert logs["alpha"].shape == (kit.drafter.gamma,)
     assert np.all((logs["alpha"] >= 0) & (logs["alpha"] <= 1 + 1e-6))
+    assert np.all(logs["survival"] <= logs["alpha"] + 1e-6)
+    assert np.all(np.diff(logs["survival"]) <= 1e-2)  # masks differ by position
 
 
 def test_a_few_adam_steps_lower_the_loss(kit):

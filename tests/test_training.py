@@ -13,6 +13,7 @@ import pytest
 
 from specjax import targets, testing, training
 from specjax.corpus import Texts
+from specjax.drafters import base
 from specjax.drafters.medusa import Medusa
 from specjax.training import TrainConfig, train
 
@@ -86,11 +87,11 @@ def test_a_run_logs_every_step_and_keeps_two_checkpoints(straight):
     folder, _, log = straight
     assert list(log) == list(range(1, 11))
     assert set(log[1]) == {
-        *("loss", "grad_norm", "tau"),
-        *(f"{name}_{k}" for name in ("ce", "alpha") for k in (1, 2)),
+        *("loss", "grad_norm", "tau", "skipped"),
+        *(f"{name}_{k}" for name in ("ce", "alpha", "survival") for k in (1, 2)),
     }
-    alpha = [log[1]["alpha_1"], log[1]["alpha_2"]]
-    assert log[1]["tau"] == pytest.approx(1 + alpha[0] + alpha[0] * alpha[1])
+    survival = [log[1]["survival_1"], log[1]["survival_2"]]
+    assert log[1]["tau"] == pytest.approx(1 + sum(survival))
     assert steps(folder) == [9, 10]
 
 
@@ -254,9 +255,41 @@ def test_the_rate_rises_and_falls_as_the_settings_say():
     np.testing.assert_allclose(rates, [0, 0.5, 1.0, 0.525, 0.05], atol=1e-3)
 
 
-def test_expected_tau_sums_the_chances_to_get_that_far():
-    assert training.expected_tau(np.array([0.5, 0.5])) == 1.75
-    assert training.expected_tau(np.array([1.0, 1.0, 0.0])) == 3.0
+def test_expected_tau_is_the_mean_of_products_not_the_product_of_means():
+    """C20: half of the drafts all right and half all wrong accept one token of two."""
+    values = jnp.array([[1.0, 1.0], [0.0, 0.0]])
+    logs = base.acceptance(values, jnp.ones((2, 2), bool))
+    flat = training._scalars({k: np.asarray(v) for k, v in logs.items()})
+    assert flat["tau"] == 2.0 and flat["alpha_1"] == flat["alpha_2"] == 0.5
+    cut = base.acceptance(values, jnp.array([[True, False], [True, True]]))
+    assert cut["survival"].tolist() == [0.5, 0.0]
+
+
+def test_a_batch_with_nothing_to_learn_moves_nothing_and_is_counted(pretrained):
+    """C19, from non-zero momentum."""
+    drafter = Medusa(gamma=2, num_heads=2)
+    config = TrainConfig(steps=8)
+    shared = pretrained.target.shared(pretrained.params)
+    params = drafter.init(jax.random.key(0), shared)
+    state = config.optimiser().init(params)
+    rows = np.arange(4)
+    for step, empty in enumerate((False, False, True)):
+        mask = TEXTS.mask[rows] & (not empty)
+        batch = training.features(
+            pretrained,
+            drafter.taps,
+            pretrained.params,
+            jnp.asarray(TEXTS.tokens[rows]),
+            jnp.asarray(mask),
+        )
+        before = jax.tree.map(np.array, (params, state))
+        with jax.numpy_dtype_promotion("standard"):
+            params, state, metrics = training.train_step(
+                drafter, config, params, state, shared, batch, jax.random.key(step)
+            )
+        assert metrics["skipped"] == float(empty)
+    same = jax.tree.map(np.array_equal, before, jax.tree.map(np.array, (params, state)))
+    assert all(jax.tree.leaves(same))
 
 
 # --- the feature cache

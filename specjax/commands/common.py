@@ -11,11 +11,13 @@ import sys
 from typing import Any
 
 
-def terminal(stderr: bool = False):
+def terminal(stderr: bool = False, colour: bool = False):
+    """The console; `colour` also through a pipe."""
     from rich.console import Console
 
     wide = None if sys.stdout.isatty() else 150
-    return Console(stderr=stderr, width=wide, highlight=False)
+    force = True if colour else None
+    return Console(stderr=stderr, width=wide, highlight=False, force_terminal=force)
 
 
 def parse_fields(pairs: tuple[str, ...]) -> dict[str, Any]:
@@ -40,6 +42,9 @@ def load_drafter(spec: str, target_name: str, pretrained: Any):
         folder = shipped[spec]
     elif os.sep in spec or pathlib.Path(spec).is_dir():
         folder = pathlib.Path(spec)
+        inside = folder / "drafter"  # what `specjax train --out` makes
+        if not (folder / "drafter.json").is_file() and inside.is_dir():
+            folder = inside
     else:
         drafters.get(spec)  # an unknown name says which are known
         raise FileNotFoundError(

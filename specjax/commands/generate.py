@@ -52,7 +52,7 @@ class Generate:
 
         rule = None if name == "none" else self.rule
         model = Model(pretrained.target, drafter, sampling, pretrained.stop_ids, rule)
-        out = common.terminal()
+        out = common.terminal(colour=self.marks == "colour")
         marks = self.marks
         if marks == "auto":
             marks = "colour" if out.is_terminal else "brackets"

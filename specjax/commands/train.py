@@ -18,7 +18,8 @@ class Train:
 
     drafter: Positional[str]  # registry name
     target: str = "tiny"
-    data: tuple[pathlib.Path, ...] = ()  # .jsonl of `messages`, `text` or `turns`
+    # .jsonl of `messages` or `text`; with --regenerate also `turns` or `prompt`
+    data: tuple[pathlib.Path, ...] = ()
     regenerate: bool = False  # let the target write the answers to the data's prompts
     self_prompts: int = 1024  # chats that the target invents where no data is given
     length: int = 128  # tokens of a training text
@@ -39,6 +40,8 @@ class Train:
 
         cls = drafters.get(self.drafter)
         common.check_writable(self.json)
+        if self.length < 2:
+            raise ValueError(f"--length needs at least 2 tokens, got {self.length}.")
         pretrained = targets.load(self.target)
         settings = {
             name: getattr(self, name)

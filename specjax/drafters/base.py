@@ -138,8 +138,10 @@ class Drafter(Protocol):
     ) -> tuple[Float[Array, ""], dict[str, Array]]:
         """Mean loss over the tokens to learn, and what to log of it.
 
-        "alpha" [G] is the acceptance estimate by position: the mean of sum min(p, q)
-        against the target's own law at temperature 1, on the text's prefix.
+        "alpha" [G] is the acceptance estimate by position against the target's own law
+        at temperature 1, on the text's prefix: the mean of sum min(p, q), or of p at
+        the proposal if that is an argmax. "survival" [G] is the mean of its products
+        up to a position, so that tau = 1 + sum of survival (`acceptance` makes both).
         """
         ...
 
@@ -161,6 +163,19 @@ def masked_mean(
     # `where` on the values too: a NaN under a zero weight must not come through.
     values = jnp.where(weights > 0, values, 0.0)
     return jnp.sum(values * weights) / jnp.where(total > 0, total, 1.0)
+
+
+def acceptance(
+    values: Float[Array, "*B G"], wanted: Bool[Array, "*B G"]
+) -> dict[str, Array]:
+    """ "alpha" and "survival" [G] of drafts whose tokens are accepted with `values`.
+
+    Not the product of mean acceptances: half of all drafts right throughout and half
+    wrong throughout survive with 1/2 at every position.
+    """
+    by_slot = jax.vmap(masked_mean, in_axes=-1)
+    kept = jnp.cumprod(jnp.where(wanted, values, 0.0), axis=-1)
+    return {"alpha": by_slot(values, wanted), "survival": by_slot(kept, wanted)}
 
 
 def cross_entropy(

@@ -32,6 +32,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specjax import draft_tree, kv_cache
 from specjax.drafters import base
@@ -237,7 +238,7 @@ class DFlash:
         depth = min(5, max(1, L // 4))
         num_taps = min(5, max(1, L // 2))
         if num_taps == 1:
-            ids = (L // 2,)
+            ids = (min(L // 2, L - 2),)  # of one layer only the embedding is offered
         else:
             span = (L - 4) / (num_taps - 1)
             ids = tuple(sorted({max(0, round(1 + i * span)) for i in range(num_taps)}))
@@ -374,15 +375,15 @@ class DFlash:
         weights = jnp.where(wanted, decay, 0.0)
         ce = base.cross_entropy(logits, labels)
 
-        # p of x_{s+k} is read from the state at s + k - 1.
-        thin = lambda x: x[:, :: base.THIN]
-        target = shared.logits(batch.hidden[rows[..., None], thin(inside) - 1])
-        alpha = self._acceptance(thin(logits), target)
+        # p of x_{s+k} is read from the state at s + k - 1. Anchors ascend, so those
+        # that are judged are spread over the text.
+        A = anchors.shape[1]
+        some = np.linspace(0, A - 1, max(1, A // base.THIN)).round().astype(int)
+        target = shared.logits(batch.hidden[rows[..., None], inside[:, some] - 1])
+        accepted = self._acceptance(logits[:, some], target)
         by_slot = jax.vmap(base.masked_mean, in_axes=(2, 2))
-        return base.masked_mean(ce, weights), {
-            "ce": by_slot(ce, wanted),
-            "alpha": by_slot(alpha, thin(wanted)),
-        }
+        logs = base.acceptance(accepted, wanted[:, some])
+        return base.masked_mean(ce, weights), {"ce": by_slot(ce, wanted)} | logs
 
     def _acceptance(self, logits, target):
         """Acceptance of a proposal: p at the argmax, or 1 - TV if it is drawn."""

@@ -204,10 +204,12 @@ class DraftModel:
             values = base.cross_entropy(logits, base.shift(batch.tokens, 1))
         else:
             values = DIVERGENCES[self.distill](target, logits)
-        thin = lambda x: x[:, :: base.THIN]
-        alpha = base.overlap(thin(logits), thin(target))
-        alpha = base.masked_mean(alpha, thin(wanted))
-        return base.masked_mean(values, wanted), {"alpha": jnp.full(self.gamma, alpha)}
+        drafts = lambda x: jnp.stack(  # every THIN-th start, the G positions from there
+            [base.shift(x, k)[:, :: base.THIN] for k in range(self.gamma)], axis=2
+        )
+        accepted = base.overlap(drafts(logits), drafts(target))
+        logs = base.acceptance(accepted, drafts(wanted))
+        return base.masked_mean(values, wanted), logs
 
 
 def _kl(p_logits: Float[Array, "*B V"], q_logits: Float[Array, "*B V"]) -> Array:
