@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import metrics
+from specjax.certify import engine
 from specjax.drafters.base import Draft
 from specjax.drafters.none import NoDrafter
 from specjax.generate import (
@@ -36,6 +37,7 @@ from specjax.generate import (
 from specjax.metrics import Trace
 from specjax.sampling import Sampling
 from specjax.targets.base import Pretrained
+from specjax.testing import FALSE_ALARM
 from specjax.tree import DynamicTree, Tree
 
 TIE = 1e-3  # logits closer than this may swap between passes of different width
@@ -296,6 +298,30 @@ class Bench:
                 }
             )
         return rows
+
+    def keeps_the_law(self, name: str, drafter, params, temperature: float) -> bool:
+        """Two tests at a false-alarm rate of 1e-6 each.
+
+        The engine with a small drafter of this kind and rule against an enumerated law
+        (`certify.engine.sampled`), and this very drafter on this target: that it draws
+        its tokens from the laws it carries, on which exactness rests.
+        """
+        model = self.model(drafter, temperature)
+        certificate = engine.sampled(
+            name,
+            model.sampling,
+            rule=model.rule_name,
+            topology=engine.kind(drafter.tree),
+        )
+        drawn = engine.drawn_p_value(
+            drafter,
+            params,
+            self.pretrained.target,
+            self.pretrained.params,
+            next(iter(self.tasks.values()))[0],
+            model.drafting,
+        )
+        return certificate.passed and drawn >= FALSE_ALARM
 
     def same_text(self, plain, drafted, task: str) -> bool:
         """Greedy text is the baseline's; a true tie of the target may go either way.

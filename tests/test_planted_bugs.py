@@ -3,14 +3,17 @@
 The bank is that of `specjax certify`; a sampled check has a false-alarm rate of 1e-6.
 """
 
+import dataclasses
 from unittest import mock
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from specjax import generate, kv_cache, testing, verify
 from specjax.certify import engine, exact, f4, planted
+from specjax.drafters.medusa import Medusa
 from specjax.sampling import GREEDY, Sampling
 
 APPROXIMATE = {38: 4e-3}  # "descend to the likeliest child" leaves details open
@@ -134,3 +137,24 @@ def test_the_certificate_catches_a_broken_engine(bug):
 def test_the_certificate_is_for_sampling_only():
     with pytest.raises(ValueError, match="needs a sampled law"):
         engine.sampled("medusa", GREEDY)
+
+
+class LateArgmax(Medusa):
+    """Planted bug: tokens 3 and 4 are the likeliest ones, said to be drawn."""
+
+    def draft(self, params, shared, state, anchor, sampling, keys):
+        draft, state = super().draft(params, shared, state, anchor, sampling, keys)
+        best = jnp.argmax(draft.probs[:, 2:], axis=-1).astype(jnp.int32)
+        tokens = draft.tokens.at[:, 2:].set(best)
+        return dataclasses.replace(draft, tokens=tokens), state
+
+
+def test_a_drafter_that_does_not_draw_what_it_says_is_caught_deep_in_its_draft():
+    target, params = engine.target_kit()
+    for cls, caught in ((Medusa, False), (LateArgmax, True)):
+        drafter = cls()
+        weights = drafter.init(jax.random.key(0), target.shared(params))
+        p_value = engine.drawn_p_value(
+            drafter, weights, target, params, engine.PROMPT, Sampling()
+        )
+        assert (p_value < testing.FALSE_ALARM) == caught

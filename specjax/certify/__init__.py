@@ -57,6 +57,8 @@ def rows_of(
 
     topologies = [t for t in RULES_OF if engine.has_topology(name, t)]
     for label, sampling in settings.items():
+        own = engine.drafting(name, "token", sampling)
+        add("-", "own chain", label, "drafts", engine.own_drafts_p_value(name, own))
         for topology in topologies:
             tick(f"{name} {topology} {label}")
             judged = set()

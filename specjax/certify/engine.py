@@ -181,6 +181,76 @@ def drafts_p_value(name: str, topology: str, drafting: Sampling) -> float:
     return chi_square(np.append(counts, 0), chance)
 
 
+def drawn_p_value(
+    drafter: Any,
+    weights: Any,
+    target: Any,
+    params: Any,
+    prompt: list[int],
+    drafting: Sampling,
+    seed: int = 0,
+) -> float:
+    """p-value that a drafter, as it is, draws its tokens from the laws it carries.
+
+    Many keys from one state. Where x was drawn from q, F(x - 1) + u q(x) is uniform, F
+    being the sum of q up to an id, whatever q is and however many ids there are; a
+    chi-square of these numbers over 16 bins a node. 1 for likeliest children: they are
+    no draws.
+    """
+    tree = drafter.tree
+    if drafting.greedy or isinstance(tree, DynamicTree):
+        return 1.0
+    V = target.config.vocab_size
+    rows = max(64, min(1024, 2**24 // (V * max(len(tree.inner), 1))))
+    key, noise = jax.random.key(seed), np.random.default_rng(seed)
+    args = params, weights, jnp.asarray([prompt], jnp.int32), key
+    draft = _draw_many(target, drafter, drafting, rows, *args)
+    probs = np.asarray(draft.laws, np.float64)
+    tokens = np.asarray(draft.tokens)
+    counts = np.zeros((tree.num_nodes - 1, 16), np.int64)
+    for i, inner in enumerate(tree.inner):
+        q = probs[:, i].copy()
+        for kid in tree.children[inner]:
+            x = tokens[:, kid - 1]
+            real = np.flatnonzero(x >= 0) if kid >= 0 else np.zeros(0, int)
+            if not len(real):
+                continue
+            law, at = q[real] / q[real].sum(1, keepdims=True), x[real]
+            share = law[np.arange(len(at)), at]
+            below = np.cumsum(law, axis=1)[np.arange(len(at)), at] - share
+            place = below + noise.random(len(at)) * share
+            bins = np.clip((place * 16).astype(int), 0, 15)
+            counts[kid - 1] += np.bincount(bins, minlength=16)
+            if np.any(share == 0):
+                return 0.0
+            if not tree.replacement:
+                q[real, at] = 0
+    per_node = counts.sum(1, keepdims=True) / 16
+    return chi_square(counts, np.broadcast_to(per_node, counts.shape))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), compiler_options=FAST)
+def _draw_many(target, drafter, sampling, rows: int, params, weights, prompt, key):
+    """Drafts of one state under many keys; the prompt's last token is the anchor."""
+    shared, text = target.shared(params), prompt[:, :-1]
+    lengths = jnp.full((1,), text.shape[1], jnp.int32)
+    features = target(params, text, taps=drafter.taps).features
+    size = text.shape[1] + drafter.tree.num_nodes + 2
+    state = drafter.prefill(weights, shared, text, lengths, features, size)
+    state = jax.tree.map(lambda x: jnp.repeat(x, rows, axis=0), state)
+    anchor = jnp.repeat(prompt[:, -1], rows)
+    keys = jax.random.split(key, rows)
+    return drafter.draft(weights, shared, state, anchor, sampling, keys)[0]
+
+
+def own_drafts_p_value(name: str, drafting: Sampling) -> float:
+    """`drawn_p_value` of a registered drafter with its default number of tokens."""
+    target, params = target_kit()
+    drafter, weights = testing.tiny_drafter(name, target, params, 1)
+    weights = testing.perturb(weights)
+    return drawn_p_value(drafter, weights, target, params, PROMPT, drafting)
+
+
 @dataclasses.dataclass(frozen=True)
 class Certificate:
     """The outcome of one `sampled`."""

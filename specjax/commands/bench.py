@@ -39,7 +39,6 @@ class Bench:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
         from specjax import bench, checkpoints, console, targets, verify
-        from specjax.certify import engine
 
         common.check_writable(self.json)
         if self.rule is not None:
@@ -79,20 +78,14 @@ class Bench:
             {t: p[: settings.num_prompts] for t, p in tasks.items()},
             settings,
         )
-        drafters = {name: drafter for name, drafter, _ in loaded}
+        drafters = {name: (name, drafter, params) for name, drafter, params in loaded}
         certificates: dict[tuple[str, float], bool] = {}
 
         def lossless(name: str, temperature: float) -> bool:
-            """One certificate a drafter and sampling, from the real engine."""
+            """One certificate a drafter and temperature."""
             at = (name, temperature)
             if at not in certificates:
-                sampling = settings.sampling(temperature)
-                certificates[at] = engine.sampled(
-                    name,
-                    sampling,
-                    rule=self.rule,
-                    topology=engine.kind(drafters[name].tree),
-                ).passed
+                certificates[at] = runner.keeps_the_law(*drafters[name], temperature)
             return certificates[at]
 
         rows: list[dict[str, Any]] = []
