@@ -175,8 +175,10 @@ def load_drafters(
 def load_prompts(
     tasks: Sequence[str], count: int, file: pathlib.Path | None = None
 ) -> dict[str, list[str]]:
-    """The first `count` shipped prompts of each task, or those of a .jsonl."""
-    if file is not None:
-        return {file.stem: corpus.read_prompts(file, count)}
-    folder = pathlib.Path(checkpoints.__file__).parent / "data" / "prompts"
-    return {t: corpus.read_prompts(folder / f"{t}.jsonl", count) for t in tasks}
+    """`count` shipped prompts of each task, or those of a .jsonl, evenly spread."""
+    found = (
+        corpus.shipped_prompts(",".join(tasks))
+        if file is None
+        else {file.stem: corpus.read_prompts(file)}
+    )
+    return {task: corpus.spread(prompts, count) for task, prompts in found.items()}

@@ -1,4 +1,4 @@
-"""The command line: `specjax bench | certify | generate | train | drafters | info`.
+"""The `specjax` command: bench, certify, generate, train, tree, drafters, info.
 
 Bad input ends in one line on stderr and exit status 2.
 """
@@ -11,7 +11,7 @@ from typing import Annotated
 
 import tyro
 
-from specjax.commands import bench, certify, generate, listing, train
+from specjax.commands import bench, certify, generate, listing, train, tree
 
 EXPECTED = (
     ValueError,
@@ -27,6 +27,7 @@ Command = (
     | Annotated[certify.Certify, tyro.conf.subcommand("certify")]
     | Annotated[generate.Generate, tyro.conf.subcommand("generate")]
     | Annotated[train.Train, tyro.conf.subcommand("train")]
+    | Annotated[tree.FindTree, tyro.conf.subcommand("tree")]
     | Annotated[listing.Drafters, tyro.conf.subcommand("drafters")]
     | Annotated[listing.Info, tyro.conf.subcommand("info")]
 )

@@ -115,6 +115,28 @@ def read_prompts(path: str | pathlib.Path, limit: int | None = None) -> list[str
     return prompts[:limit]
 
 
+def spread(items: Sequence[Any], num: int) -> list[Any]:
+    """`num` of them, evenly over the whole: files begin with what is alike."""
+    if num >= len(items):
+        return list(items)
+    at = np.linspace(0, len(items) - 1, num).round().astype(int)
+    return [items[i] for i in at]
+
+
+def shipped_prompts(tasks: str) -> dict[str, list[str]]:
+    """The package's held-out prompts of comma-separated tasks."""
+    folder = pathlib.Path(__file__).parent / "data" / "prompts"
+    known = sorted(p.stem for p in folder.glob("*.jsonl"))
+    names = [t for t in tasks.split(",") if t]
+    unknown = [t for t in names if t not in known]
+    if unknown or not names:
+        raise ValueError(
+            f"unknown task {', '.join(unknown) or '(none given)'}; the shipped "
+            f"ones are {', '.join(known)}; --prompts FILE.jsonl takes your own."
+        )
+    return {t: read_prompts(folder / f"{t}.jsonl") for t in names}
+
+
 def read_examples(path: str | pathlib.Path, pretrained: Pretrained) -> list[Example]:
     """Chats (`messages`: answers are learned) and raw text (`text`: all is learned)."""
     examples = []

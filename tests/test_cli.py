@@ -191,6 +191,36 @@ def test_bench_writes_a_row_for_each_temperature(world, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["b.json", "out"]
 
 
+def test_a_found_tree_is_saved_and_drafted_without_loss(world, tmp_path):
+    status, out, err = specjax(
+        *("tree", world / "medusa", "--target", world / "toy", "--nodes", 5),
+        *("--num-prompts", 4, "--max-new-tokens", 8, "--out", tmp_path / "tree.json"),
+        *("--tasks", "chat"),
+    )
+    assert status == 0, err
+    assert "held out" in out
+    plain, _, _ = ask(world, tmp_path, "--drafter", "none")
+    for tree in (tmp_path / "tree.json", "dynamic:4:2:3"):
+        found, _, _ = ask(
+            world, tmp_path, "--drafter", world / "medusa", "--tree", tree
+        )
+        assert found["tokens"] == plain["tokens"]
+
+
+def test_certify_reports_rows_and_planted_bugs(tmp_path):
+    status, out, err = specjax(
+        "certify", "--drafters", "medusa", "--quick", "--json", tmp_path / "c.json"
+    )
+    assert status == 0, err
+    report = json.loads((tmp_path / "c.json").read_text())
+    for row in report["rows"]:
+        assert row["passed"] and ("max_tv" in row) != ("p_value" in row)
+        assert {"drafter", "rule", "sampling", "method"} <= set(row)
+    assert len(report["planted_bugs"]) == 41
+    assert all(b["caught"] and b["margin"] > 1 for b in report["planted_bugs"])
+    assert "traversal" in out
+
+
 def test_train_writes_a_drafter_that_generate_takes(world, tmp_path):
     jax.config.update("jax_numpy_dtype_promotion", "standard")  # optax mixes dtypes
     command = (
@@ -251,6 +281,30 @@ BAD = {
         (*ASK, "--drafter", "MEDUSA", "--gamma", "9"),
         "num_heads",
     ),
+    "unknown rule": ((*BENCH, "--rule", "guess"), "known: token, block"),
+    "a rule for chains on a tree": (
+        (
+            *ASK,
+            "--drafter",
+            "MEDUSA",
+            "--tree",
+            "dynamic:4:2",
+            "--rule",
+            "token",
+            "--temperature",
+            "1",
+        ),
+        "verifies a chain",
+    ),
+    "no tree": ((*ASK, "--drafter", "MEDUSA", "--tree", "dynamic:x"), "dynamic:16:4"),
+    "a tree deeper than the heads": (
+        (*ASK, "--drafter", "MEDUSA", "--tree", "dynamic:9:9"),
+        "one head a depth",
+    ),
+    "a step by step drafter has no static search": (
+        ("tree", "STEPS", "--target", "TOY", "--out", "OUT/t.json"),
+        "Use a dynamic tree",
+    ),
     "json in no folder": (("drafters", "--json", "OUT/no/d.json"), "no folder"),
     "bench without prompts": (
         (*BENCH, "--prompts", "OUT/p"),
@@ -289,6 +343,7 @@ def test_bad_input_is_one_line_and_status_2(world, tmp_path, case):
     places = {
         "TOY": world / "toy",
         "MEDUSA": world / "medusa",
+        "STEPS": world / "draft_model",
         "BROKEN": world / "broken.jsonl",
         "OUT": tmp_path,
     }

@@ -199,3 +199,8 @@ def test_the_target_writes_both_sides_the_same_way_twice(pretrained):
 def test_no_prompts_is_one_clear_error(pretrained):
     with pytest.raises(ValueError, match="no prompts"):
         corpus.answer(pretrained, [], key=jax.random.key(0))
+
+
+def test_prompts_are_taken_evenly_from_a_whole_list():
+    assert corpus.spread(list(range(9)), 3) == [0, 4, 8]
+    assert corpus.spread([1, 2], 5) == [1, 2]

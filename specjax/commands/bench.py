@@ -27,7 +27,7 @@ class Bench:
     )
     tree: str | None = None  # FILE.json, or dynamic:NODES:DEPTH[:WIDTH]; else a chain
     rule: str | None = None  # of `specjax certify`; None: the exact one that suits
-    num_prompts: int = 8  # prompts a task
+    num_prompts: int = 8  # prompts a task, spread evenly over its list
     max_new_tokens: int = 96
     batch_size: int = 1
     seed: int = 0
@@ -38,7 +38,7 @@ class Bench:
     def run(self) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-        from specjax import bench, checkpoints, console, targets, verify
+        from specjax import bench, checkpoints, console, corpus, targets, verify
 
         common.check_writable(self.json)
         if self.rule is not None:
@@ -75,7 +75,7 @@ class Bench:
         ]
         runner = bench.Bench(
             pretrained,
-            {t: p[: settings.num_prompts] for t, p in tasks.items()},
+            {t: corpus.spread(p, settings.num_prompts) for t, p in tasks.items()},
             settings,
         )
         drafters = {name: (name, drafter, params) for name, drafter, params in loaded}
@@ -116,16 +116,7 @@ class Bench:
 
         if self.prompts is not None:
             return {self.prompts.stem: corpus.read_prompts(self.prompts)}
-        folder = pathlib.Path(__file__).parents[1] / "data" / "prompts"
-        known = sorted(p.stem for p in folder.glob("*.jsonl"))
-        names = [t for t in self.tasks.split(",") if t]
-        unknown = [t for t in names if t not in known]
-        if unknown or not names:
-            raise ValueError(
-                f"unknown task {', '.join(unknown) or '(none given)'}; the shipped "
-                f"ones are {', '.join(known)}; --prompts FILE.jsonl takes your own."
-            )
-        return {t: corpus.read_prompts(folder / f"{t}.jsonl") for t in names}
+        return corpus.shipped_prompts(self.tasks)
 
     def _report(self, pretrained, settings, rows, console) -> None:
         from specjax import figures, verify
