@@ -161,10 +161,12 @@ class Bench:
         self.cache_size = -(-needed // 128) * 128
 
     def model(self, drafter: Any, temperature: float) -> Model:
+        sampling = self.settings.sampling(temperature)
+        num_ids = self.pretrained.tokenizer.vocab_size
         return Model(
             self.pretrained.target,
             drafter,
-            self.settings.sampling(temperature),
+            dataclasses.replace(sampling, num_ids=num_ids),
             self.pretrained.stop_ids,
             None if isinstance(drafter, NoDrafter) else self.settings.rule,
         )

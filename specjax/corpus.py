@@ -172,6 +172,7 @@ def batched(
     """The target's own continuations of many prompts, each to its stop token."""
     if not prompts:
         raise ValueError("there are no prompts for the target to answer.")
+    sampling = dataclasses.replace(sampling, num_ids=pretrained.tokenizer.vocab_size)
     model = Model(pretrained.target, NoDrafter(), sampling, pretrained.stop_ids)
     weights = Weights(pretrained.params, None)
     width = max(len(p) for p in prompts) + max_new_tokens + 1
@@ -208,7 +209,7 @@ def invent_prompts(
     written = batched(
         pretrained,
         [opening] * count,
-        sampling=Sampling(temperature=1.0, min_p=0.02),  # no sort, unlike top-p
+        sampling=Sampling(temperature=1.0, min_p=0.02),
         max_new_tokens=64,
         key=key,
         **options,

@@ -192,12 +192,8 @@ def _round(model: Model, weights: Weights, progress: Progress) -> Progress:
         state = drafter.commit(weights.drafter, shared, state, kept, nodes, features)
         whole = count == verdict.num_committed
         shown = jax.vmap(lambda d, v: verify.followed(d, v, tree))(draft, verdict)
-        refused = (
-            jnp.take_along_axis(
-                jnp.pad(shown, ((0, 0), (0, 1)), constant_values=PAD), n[:, None], 1
-            )[:, 0]
-            != PAD
-        )
+        after = jnp.pad(shown, ((0, 0), (0, 1)), constant_values=PAD)
+        refused = after[jnp.arange(len(n)), n] != PAD
         trace = progress.trace
         trace = Trace(
             num_accepted=trace.num_accepted.at[:, i].set(jnp.minimum(n, count)),

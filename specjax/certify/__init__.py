@@ -9,14 +9,14 @@
 
 A p-value below `FALSE_ALARM` fails; a right program fails a whole certificate of n such
 rows with probability n * 1e-6. The other rows have no false alarms. `planted` runs the
-bank of wrong rules through the same checks.
+bank of wrong rules through the same checks, `broken` an engine with a line replaced.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from specjax import drafters, verify
-from specjax.certify import engine, planted
+from specjax.certify import broken, engine, planted
 from specjax.certify.engine import RULES_OF, TV_TOLERANCE
 from specjax.sampling import Sampling
 from specjax.testing import FALSE_ALARM
@@ -100,4 +100,7 @@ def certify(
     for name in names or drafters.REGISTRY:
         rows += rows_of(name, quick=quick, tick=tick)
     tick("planted bugs")
-    return {"rows": rows, "planted_bugs": planted.report()}
+    bugs = planted.report()
+    if not quick:
+        bugs += broken.report()
+    return {"rows": rows, "planted_bugs": bugs}

@@ -40,6 +40,7 @@ class Generate:
         common.check_writable(self.json)
         pretrained = targets.load(self.target)
         tokenizer = pretrained.tokenizer
+        sampling = dataclasses.replace(sampling, num_ids=tokenizer.vocab_size)
         chat = [{"role": "user", "content": self.prompt}]
         tokens = tokenizer.encode(self.prompt) if self.raw else tokenizer.chat(chat)
         shipped = checkpoints.shipped(self.target)
