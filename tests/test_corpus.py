@@ -165,7 +165,8 @@ def test_an_answer_does_not_depend_on_the_batches(pretrained):
     batched = corpus.answer(
         pretrained, prompts, key=key, max_new_tokens=9, batch_size=2, temperature=0.9
     )
-    model = Model(pretrained.target, NoDrafter(), Sampling(0.9), (0,))
+    sampling = Sampling(0.9, num_ids=pretrained.tokenizer.vocab_size)
+    model = Model(pretrained.target, NoDrafter(), sampling, (0,))
     weights = Weights(pretrained.params, None)
     for row, (prompt, example) in enumerate(zip(prompts, batched, strict=True)):
         opening = pretrained.tokenizer.chat([{"role": "user", "content": prompt}])
