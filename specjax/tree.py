@@ -65,13 +65,17 @@ class Tree:
     def load(cls, path: str | os.PathLike) -> "Tree":
         """Reads what `save` wrote."""
         try:
-            fields = json.loads(pathlib.Path(path).read_text())
-            parents = tuple(map(int, fields["parents"]))
-            return cls(parents, bool(fields.get("replacement", False)))
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            fields = json.loads(pathlib.Path(path).read_text("utf-8"))
+            parents, again = fields["parents"], fields.get("replacement", False)
+            whole = all(type(p) is int for p in parents) and type(again) is bool
+        except (ValueError, KeyError, TypeError, AttributeError):
+            parents, again, whole = [], False, False
+        if not whole or len(parents) < 2:
             raise ValueError(
-                f'{path} is no tree: it needs {{"parents": [-1, 0, ...]}}; {error!r}.'
-            ) from None
+                f'{path} is no tree: it needs {{"parents": [-1, 0, ...]}}, the anchor '
+                "and at least one node under it, all integers."
+            )
+        return cls(tuple(parents), again)
 
     def save(self, path: str | os.PathLike, **notes) -> None:
         """Writes the topology as JSON, `notes` beside it; whole or not at all."""

@@ -446,15 +446,15 @@ def check(name: str, tree: Tree | DynamicTree, draft_sampling: Sampling) -> None
     """Refuses a rule that would not be exact on such drafts, or cannot read them."""
     rule = get(name)
     dynamic = isinstance(tree, DynamicTree)
-    if rule.chain_only and not tree.is_chain:
-        raise ValueError(
-            f"rule {name!r} verifies a chain, the draft is a tree of {tree.num_nodes} "
-            "nodes. Use recursive, traversal or match."
-        )
     if dynamic and not rule.dynamic:
         raise ValueError(
             f"rule {name!r} needs a tree that does not depend on the drafted tokens; "
             "a dynamic tree is verified by match."
+        )
+    if rule.chain_only and not tree.is_chain:
+        raise ValueError(
+            f"rule {name!r} verifies a chain, the draft is a tree of {tree.num_nodes} "
+            "nodes. Use recursive, traversal or match."
         )
     if rule.drawn and draft_sampling.greedy and not tree.is_chain:
         raise ValueError(

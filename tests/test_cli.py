@@ -294,7 +294,7 @@ BAD = {
             "--temperature",
             "1",
         ),
-        "verifies a chain",
+        "verified by match",
     ),
     "no tree": ((*ASK, "--drafter", "MEDUSA", "--tree", "dynamic:x"), "dynamic:16:4"),
     "a tree deeper than the heads": (

@@ -71,7 +71,11 @@ def test_a_static_tree_of_likeliest_children_is_what_a_loop_over_its_nodes_makes
 
 
 def test_laws_of_a_grown_tree_are_those_of_its_inner_nodes():
-    topology = Tree((-1, 0, 0, 1, 2, 2, 4))
+    for topology in (Tree((-1, 0, 0, 1, 2, 2, 4)), Tree((-1, 0, 1, 1, 2, 3))):
+        check_laws(topology)
+
+
+def check_laws(topology):
     draft = grow_from_paths(topology, Sampling(), seeds=range(4))
     for row in range(4):
         paths = {0: ()}
@@ -168,7 +172,8 @@ def test_a_tree_is_saved_and_loaded(tmp_path):
         topology = Tree(Tree.full(2, 2).parents, replacement)
         topology.save(tmp_path / "tree.json", drafter="medusa")
         assert Tree.load(tmp_path / "tree.json") == topology
-    for text in ("{}", "no json", '{"parents": [0, 1]}'):
+    wrong = ('{"parents": [-1, 0.9]}', '{"parents": [-1]}', '{"parents": [-1, "0"]}')
+    for text in ("{}", "no json", '{"parents": [0, 1]}', *wrong):
         (tmp_path / "bad.json").write_text(text)
         with pytest.raises(ValueError, match="parents"):
             Tree.load(tmp_path / "bad.json")

@@ -406,3 +406,19 @@ def test_no_draft_means_one_token_of_the_target():
     for name in ("token", "block", "match"):
         got = decide([], np.zeros((0, 3)), [[0.0, 1.0, 0.0]], [], name)
         assert got.num_accepted == 0 and got.law.tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("accepted", "right"), [([0, 2], [2, 3, 0]), ([0], [1, PAD, PAD])]
+)
+def test_what_is_shown_of_a_tree_is_the_path_and_what_was_refused_after_it(
+    accepted, right
+):
+    """Nodes 1 and 2 under the anchor, 3 under 2, 4 under 3."""
+    tree = Tree((-1, 0, 0, 2, 3))
+    draft = Draft(jnp.array([1, 2, 3, 0]), None)
+    n = len(accepted) - 1
+    path = jnp.asarray((accepted + [accepted[-1]] * 4)[:4], jnp.int32)
+    tokens = jnp.asarray(([*[2][:n], 7, PAD, PAD, PAD])[:4], jnp.int32)
+    verdict = verify.Verdict(jnp.asarray(n), tokens, jnp.asarray(True), path)
+    assert verify.followed(draft, verdict, tree).tolist() == right
