@@ -18,9 +18,18 @@ from specjax import certify, drafters, testing
 from specjax.certify import engine
 from specjax.drafters.base import Batch
 from specjax.drafters.draft_model import DraftModel
-from specjax.generate import Model, Weights, advance, autoregressive, generate, prefill
+from specjax.generate import (
+    Model,
+    Weights,
+    advance,
+    autoregressive,
+    generate,
+    prefill,
+    start,
+)
 from specjax.kv_cache import KVCache
 from specjax.sampling import GREEDY, Sampling
+from specjax.tree import Tree
 from specjax.verify import Verdict
 
 SAMPLED = Sampling()
@@ -332,6 +341,34 @@ def test_every_rule_keeps_the_targets_law_on_a_drafters_real_drafts(name):
 @pytest.mark.parametrize("topology", ["tree", "dynamic"])
 def test_greedy_text_of_a_tree_is_the_targets_own(name, topology):
     assert engine.greedy_difference(name, topology) == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_after_rounds_of_a_tree_a_state_is_that_of_a_prefill_of_the_text(name):
+    """Features and entries of the accepted path, whichever branch it took."""
+    kit = make_kit(name)
+    drafter = dataclasses.replace(kit.drafter, topology=Tree.full(3, 2))
+    weights = jax.tree.map(lambda x: 3 * x, kit.weights)
+    model = Model(kit.target, drafter, SAMPLED, draft_sampling=GREEDY)
+    arrays = Weights(target=kit.params, drafter=weights)
+    prompts = [[3, 1 + i] for i in range(16)]
+    run = start(model, arrays, prompts, max_new_tokens=16, cache_size=SLOTS)
+    run = advance(model, arrays, run, jnp.asarray(4))
+    assert np.max(run.trace.num_accepted) > 0
+
+    lengths = run.cache.length
+    text = jnp.concatenate([jnp.asarray(prompts), jnp.maximum(run.tokens, 0)], axis=1)
+    features = kit.target(kit.params, text, taps=drafter.taps).features
+    args = weights, kit.shared
+    fresh = drafter.prefill(*args, text, lengths, features, SLOTS)
+    keys = jax.random.split(jax.random.key(0), 16)
+    draft = jax.jit(drafter.draft, static_argnums=4)
+    laws = [
+        draft(*args, s, run.anchor, SAMPLED, keys)[0].probs for s in (run.state, fresh)
+    ]
+    going = np.asarray(run.reason) == 0
+    assert going.any()
+    np.testing.assert_allclose(laws[0][going], laws[1][going], atol=1e-4)
 
 
 @pytest.mark.slow
