@@ -166,8 +166,7 @@ def _grow_static(tree: Tree, logits, step, carry, sampling, keys):
 
 def _grow_best(tree: DynamicTree, logits, step, carry, sampling):
     """EAGLE-2: expand the `width` likeliest paths of a level, keep the best of all."""
-    B, V = logits.shape
-    W, num_levels = min(tree.width, V), tree.depth - 1
+    B, W, num_levels = logits.shape[0], tree.width, tree.depth - 1
     logp = lambda z: jax.nn.log_softmax(sampling.possible(z), axis=-1)
     score, tokens = jax.lax.top_k(logp(logits), W)  # [B W]
     rows = jnp.arange(B)[:, None]

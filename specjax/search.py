@@ -1,8 +1,8 @@
 """Sparse trees from measured acceptance: which guesses of a drafter come true.
 
 Along greedy texts, at every round, the drafter's law of each of the next D tokens is
-asked for the rank of the token that really came. `tree.best_tree`
-and `tree.best_observed_tree` make trees of the ranks (Medusa, arXiv:2401.10774, section
+asked for the rank of the token that really came. `tree.best_tree` and
+`tree.best_observed_tree` make trees of the ranks (Medusa, arXiv:2401.10774, section
 2.3.3). Only for drafters whose law at a depth does not depend on what they drafted
 before it; the others choose their trees at run time (`tree.DynamicTree`).
 """

@@ -361,9 +361,7 @@ def match(draft: Draft, p, tree, u: Array) -> Decision:
     """
     parents, ancestors, depths = topology(draft, tree)
     above, x = parents[1:], draft.tokens
-    G = x.shape[0]
-    siblings = above[:, None] == above[None]
-    earlier = siblings & np.tri(G, k=-1, dtype=bool)
+    earlier = _earlier(above)
     repeated = jnp.any(earlier & (x[:, None] == x[None]), axis=1)
     px = jnp.where(repeated, 0.0, _pick(p, above, x))
     left = 1.0 - jnp.sum(jnp.where(earlier, px[None], 0.0), axis=1)
@@ -372,6 +370,12 @@ def match(draft: Draft, p, tree, u: Array) -> Decision:
     tested = jnp.where(above == node, x, PAD)
     law = p[node].at[jnp.where(tested >= 0, tested, p.shape[1])].set(0.0, mode="drop")
     return Decision(n, node, normalise(law, p[node]), h)
+
+
+def _earlier(above: Int[Array, "G"]) -> Bool[Array, "G G"]:
+    """True where the column's node is an earlier sibling of the row's."""
+    siblings = above[:, None] == above[None]
+    return siblings & np.tri(above.shape[0], k=-1, dtype=bool)
 
 
 def _deepest(accepted, earlier, ancestors, depths):
@@ -393,8 +397,8 @@ def lossy_typical(
 ) -> Decision:
     """Accepts x if p(x) > min(epsilon, delta exp(-H(p))); the longest such path stays.
 
-    H is the entropy of p, nats; ties go to the likelier path. `delta` = 1 and epsilon
-    = 0 accept everything possible. The bonus is drawn from p. Not the target's law.
+    H is the entropy of p, nats; ties go to the likelier path. The bonus is drawn from
+    p. Not the target's law.
     """
     parents, ancestors, depths = topology(draft, tree)
     p = p[:]
@@ -485,9 +489,8 @@ def verify_tokens(
         return n, n
     parents, ancestors, depths = topology(draft, tree)
     above = parents[1:]
-    siblings = above[:, None] == above[None]
-    earlier = siblings & np.tri(len(draft.tokens), k=-1, dtype=bool)
-    return _deepest(draft.tokens == best[above], earlier, ancestors, depths)
+    hits = draft.tokens == best[above]
+    return _deepest(hits, _earlier(above), ancestors, depths)
 
 
 def verify(
@@ -558,7 +561,6 @@ def followed(
 
 def _was_drawn(draft: Draft, tree: Tree) -> Bool[Array, ""]:
     """Whether every token has q > 0 in the law it is said to come from."""
-    assert draft.probs is not None
     rows = jnp.asarray(tree.inner_row)[np.array(tree.parents[1:], np.int32)]
     q = _pick(draft.laws, rows, draft.tokens)
     return jnp.all((q > 0) | (draft.tokens < 0))

@@ -72,7 +72,7 @@ def test_a_shipped_rule_with_one_line_broken_is_caught_through_every_drafter():
     broken = planted.patched("token", residual=lambda q, p: p)
     for name in ("draft_model", "medusa"):
         distance, _ = engine.exact_law(name, broken, "chain", Sampling(), Sampling())
-        assert distance > engine.TV_TOLERANCE
+        assert distance > exact.TOLERANCE
 
 
 OFTEN = ("draft key used again", "path not gathered")

@@ -17,7 +17,8 @@ from typing import Any
 
 from specjax import drafters, verify
 from specjax.certify import broken, engine, planted
-from specjax.certify.engine import RULES_OF, TV_TOLERANCE
+from specjax.certify.engine import RULES_OF
+from specjax.certify.exact import TOLERANCE
 from specjax.sampling import Sampling
 from specjax.testing import FALSE_ALARM
 
@@ -42,7 +43,7 @@ def rows_of(
 
     def add(rule, topology, sampling, method, value):
         is_p = method in ("drafts", "sampled", "rows")
-        limit = TV_TOLERANCE if method == "exact" else 0.0
+        limit = TOLERANCE if method == "exact" else 0.0
         found.append(
             {
                 "drafter": name,

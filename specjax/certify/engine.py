@@ -43,7 +43,6 @@ PROMPT = [1, 0, 2, 1]
 ROWS = 4096
 NUM_TOKENS = 4  # holds a whole round of two drafts, its bonus and the next anchor
 VOCAB = 4
-TV_TOLERANCE = 1e-5  # float32 sums; wrong rules are 3e-3 and more away
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,7 +24,6 @@ from specjax.sampling import categorical
 from specjax.tree import Tree
 from specjax.verify import RULES, Draft, Rule
 
-TOLERANCE = 1e-5  # TV of a law that is summed in float32; a right rule is below 1e-7
 ROWS = 60_000  # the hardest sampled bug, 11, needs 25,000
 
 ONE, TWO = Tree.chain(1), Tree.chain(2)
@@ -457,7 +456,7 @@ def margins(bug: Bug, seeds=(0, 1, 2)) -> list[float]:
         p, q = tables(seed)
         right = right_joint(p, bug.halved)
         if bug.sample is None:
-            found.append(exact.tv(law_of(bug, p, q), right) / TOLERANCE)
+            found.append(exact.tv(law_of(bug, p, q), right) / exact.TOLERANCE)
         else:
             p_value = testing.chi_square(counts_of(bug, p, q), right)
             found.append(testing.FALSE_ALARM / max(p_value, 1e-300))
