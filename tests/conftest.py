@@ -19,6 +19,7 @@ os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax  # noqa: E402  (after the flags)
+import pytest  # noqa: E402
 from jaxtyping import install_import_hook  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -33,3 +34,11 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 def pytest_configure(config):
     config.addinivalue_line("filterwarnings", "error")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_programs():
+    """Drop each file's compiled programs: all at once they would pass the number of
+    memory maps that Linux allows a process (65,530), and XLA then crashes."""
+    yield
+    jax.clear_caches()
