@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax import sampling as sampling_module
+from specjax import testing
 from specjax.sampling import GREEDY, Sampling, categorical
 
 LOGITS = np.random.default_rng(0).normal(0, 2, (5, 11)).astype(np.float32)
@@ -136,13 +138,44 @@ def test_bf16_logits_give_a_float32_law():
     np.testing.assert_allclose(probs.sum(-1), 1, atol=1e-6)
 
 
+def test_draws_follow_the_law_over_many_blocks_of_ids():
+    """150 ids: three blocks, the last not full; weights need not sum to 1."""
+    law = np.random.default_rng(0).gamma(0.3, size=150) * 7
+    law[[0, 63, 64, 149]] = 0
+    law[128:140] = 0
+    keys = jax.random.split(jax.random.key(0), 40_000)
+    drawn = jax.vmap(lambda k: categorical(jnp.asarray(law, jnp.float32), k))(keys)
+    counts = np.bincount(drawn, minlength=150)
+    assert testing.chi_square(counts, law) > testing.FALSE_ALARM
+    law[5] += law.sum() * 0.05
+    assert testing.chi_square(counts, law) < testing.FALSE_ALARM  # it could have failed
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_are_drawn_independently(seed):
+    """Rows of one call: the pair's law is the product of the rows'."""
+    law = jnp.asarray([[0.5, 0.3, 0.2], [0.1, 0.2, 0.7]])
+    keys = jax.random.split(jax.random.key(seed), 20_000)
+    pairs = jax.vmap(lambda k: categorical(law, k))(keys)
+    counts = testing.count(np.asarray(pairs), 3)
+    right = np.outer(*np.asarray(law, np.float64))
+    assert testing.chi_square(counts, right) > testing.FALSE_ALARM
+
+
 @pytest.mark.parametrize("top_k", [None, 1, 7, 40])
 @pytest.mark.parametrize("top_p", [1.0, 0.5, 0.95, 1e-6])
-def test_cuts_are_those_of_a_stable_sort_on_many_logits_with_ties(top_k, top_p):
+@pytest.mark.parametrize("num_ids", [200, 17_001])
+def test_cuts_are_those_of_a_stable_sort_on_many_logits_with_ties(
+    top_k, top_p, num_ids
+):
+    """The longer rows are searched by blocks, but for the flat one."""
     rng = np.random.default_rng(0)
-    logits = np.round(rng.normal(0, 3, (6, 200)), 1).astype(np.float32)  # many ties
+    logits = np.round(rng.normal(0, 3, (6, num_ids)), 1).astype(np.float32)  # ties
     logits[0, ::3] = -np.inf
     logits[1] *= 0
+    if num_ids > 200:
+        assert num_ids > 2 * sampling_module.BLOCK * sampling_module.BLOCKS
+        logits = logits[2 if top_p < 1 else 0 :]  # without flat rows all is by blocks
     sampling = Sampling(0.9, top_k=top_k, top_p=top_p, min_p=0.01)
     got = np.asarray(sampling.probs(jnp.asarray(logits)))
     if sampling.greedy:
