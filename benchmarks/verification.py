@@ -7,6 +7,7 @@ For one sequence of N nodes: one target pass over them (a chain or a tree, behin
 committed context, logits of all nodes), and by turns in the same run each rule on such
 logits, everything between logits and verdict included: temperature, softmax, tests,
 residuals and the draw of the bonus. The share is of the round that the two make up.
+The text is a chat prompt and the answer to it that the target likes best.
 """
 
 import dataclasses
@@ -18,7 +19,9 @@ import numpy as np
 import timing
 import tyro
 
-from specjax import kv_cache, targets, testing, verify
+from specjax import corpus, kv_cache, targets, testing, verify
+from specjax.drafters.none import NoDrafter
+from specjax.generate import Model, Weights, generate
 from specjax.sampling import GREEDY, Sampling
 from specjax.tree import Tree
 from specjax.verify import Draft
@@ -45,12 +48,19 @@ def main(config: Config) -> list[dict]:
     if config.smoke:
         target, params = testing.tiny_target(config.seed)
         config = dataclasses.replace(config, repeats=2, context=16)
+        text = list(range(4))
     else:
         loaded = targets.load(config.target)
         target, params = loaded.target, loaded.params
+        prompt = corpus.shipped_prompts("chat")["chat"][0]
+        text = loaded.tokenizer.chat([{"role": "user", "content": prompt}])
     V = target.config.vocab_size
-    rng = np.random.default_rng(config.seed)
-    prompt = jnp.asarray(rng.integers(0, V, (1, config.context)), jnp.int32)
+    text = text[: config.context]
+    more = config.context + TREE.num_nodes - len(text)
+    plain = Model(target, NoDrafter(), GREEDY)
+    greedy = generate(plain, Weights(params, None), [text], max_new_tokens=more)
+    text = jnp.asarray([[*text, *greedy.tokens[0]]], jnp.int32)
+    prompt, nodes = text[:, : config.context], text[:, config.context :]
     size = -(-(config.context + 32) // 128) * 128
     cache = target(params, prompt, target.init_cache(1, size)).cache
     cache = kv_cache.commit(cache, None, jnp.array([config.context]))
@@ -61,7 +71,6 @@ def main(config: Config) -> list[dict]:
         out = target(params, tokens, cache, **shape)
         return target.logits(params, out.hidden), out.cache
 
-    nodes = jnp.asarray(rng.integers(0, V, (1, TREE.num_nodes)), jnp.int32)
     logits = run_pass(nodes, cache)[0]
     ways = {"pass": lambda: timing.timed(lambda: run_pass(nodes, cache))}
     for rule, label, drafting in _cases():
