@@ -71,16 +71,24 @@ ENGINES = (
 
 
 def margin(bug: Broken) -> float:
-    """The false-alarm rate over the smaller p-value; above 1 it is caught."""
+    """The false-alarm rate over the second smallest p-value of three fixtures.
+
+    Above 1 it is caught on two.
+    """
     # A temperature of its own, so that JAX traces the engine with the bug inside.
     own = Sampling(1 + 1e-3 * (1 + ENGINES.index(bug)), top_k=3)
     lines: dict[str, Any] = dict(bug.lines)
+    p_values = []
     with mock.patch.multiple(bug.owner, **lines):
-        try:
-            found = engine.sampled("draft_model", own, topology=bug.topology)
-        except ValueError:  # a drafted token that its own law excludes is refused
-            return 1e300
-    return FALSE_ALARM / max(min(found.p_value, found.pair_p_value), 1e-300)
+        for fixture in range(3):
+            try:
+                found = engine.sampled(
+                    "draft_model", own, topology=bug.topology, fixture=fixture
+                )
+                p_values.append(min(found.p_value, found.pair_p_value))
+            except ValueError:  # a token that its own law excludes is refused
+                p_values.append(0.0)
+    return FALSE_ALARM / max(sorted(p_values)[1], 1e-300)
 
 
 def report() -> list[dict[str, Any]]:

@@ -13,13 +13,14 @@ Two looks at a drafter over a random target of four ids, whose law is enumerated
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import testing, verify
+from specjax import kv_cache, testing, verify
 from specjax.certify import exact
 from specjax.drafters.none import NoDrafter
 from specjax.generate import Model, Weights, advance, finish, start
@@ -61,6 +62,7 @@ def target_kit(seed: int = 0):
         seed,
         scale=12.0,
         vocab_size=VOCAB,
+        num_layers=2,
         width=8,
         num_heads=2,
         num_kv_heads=1,
@@ -97,40 +99,56 @@ def has_topology(name: str, topology: str) -> bool:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), compiler_options=FAST)
-def _propose(target, drafter, sampling: Sampling, rows: int, params, weights, key):
-    """Drafts of one state under `rows` keys, and the target's logits at their nodes."""
-    shared = target.shared(params)
-    text = jnp.broadcast_to(jnp.asarray(PROMPT[:-1]), (rows, len(PROMPT) - 1))
-    lengths = jnp.full((rows,), text.shape[1], jnp.int32)
-    cache = target.init_cache(rows, 32)
-    out = target(params, text, cache, taps=drafter.taps)
-    cache = dataclasses.replace(out.cache, length=lengths)
-    state = drafter.prefill(weights, shared, text, lengths, out.features, 32)
-    anchor = jnp.full((rows,), PROMPT[-1], jnp.int32)
+def _draw_many(target, drafter, sampling, rows: int, params, weights, prompt, key):
+    """Drafts of one state under many keys; the prompt's last token is the anchor."""
+    shared, text = target.shared(params), prompt[:, :-1]
+    lengths = jnp.full((1,), text.shape[1], jnp.int32)
+    features = target(params, text, taps=drafter.taps).features
+    size = text.shape[1] + drafter.tree.num_nodes + 2
+    state = drafter.prefill(weights, shared, text, lengths, features, size)
+    state = jax.tree.map(lambda x: jnp.repeat(x, rows, axis=0), state)
+    anchor = jnp.repeat(prompt[:, -1], rows)
     keys = jax.random.split(key, rows)
-    draft, _ = drafter.draft(weights, shared, state, anchor, sampling, keys)
-    nodes = jnp.concatenate([anchor[:, None], jnp.maximum(draft.tokens, 0)], axis=1)
-    tree = drafter.tree
+    return drafter.draft(weights, shared, state, anchor, sampling, keys)[0]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=FAST)
+def _judged(target, tree, params, prompt, draft):
+    """The target's logits at the nodes of drafts that follow one prompt [R N V]."""
+    rows, text = len(draft.tokens), prompt[:, :-1]
+    cache = target(params, text, target.init_cache(1, 32)).cache
+    cache = kv_cache.commit(cache, None, jnp.full((1,), text.shape[1], jnp.int32))
+    cache = jax.tree.map(lambda x: jnp.repeat(x, rows, axis=0), cache)
+    anchor = jnp.repeat(prompt[:, -1:], rows, axis=0)
+    nodes = jnp.concatenate([anchor, jnp.maximum(draft.tokens, 0)], axis=1)
     _, ancestors, depths = jax.vmap(lambda d: verify.topology(d, tree))(draft)
     out = target(params, nodes, cache, ancestors=ancestors, depths=depths)
-    return draft, target.logits(params, out.hidden)
+    return target.logits(params, out.hidden)
 
 
 @functools.lru_cache(maxsize=64)
 def proposals(name: str, topology: str, drafting: Sampling, seed: int = 0):
-    """The distinct drafts, how often each came, and the logits at its nodes."""
+    """The distinct drafts, how often each came, and the logits at their nodes.
+
+    The last one is repeated, with a count of 0, up to a power of 4.
+    """
     k = kit(name, topology, seed)
-    draft, logits = _propose(
-        k.target, k.drafter, drafting, ROWS, k.params, k.weights, jax.random.key(seed)
-    )
+    prompt = jnp.asarray([PROMPT], jnp.int32)
+    args = k.params, k.weights, prompt, jax.random.key(seed)
+    draft = _draw_many(k.target, k.drafter, drafting, ROWS, *args)
     columns = [np.asarray(draft.tokens)]
     if draft.parents is not None:
         columns.append(np.asarray(draft.parents))
     _, first, counts = np.unique(
         np.concatenate(columns, axis=1), axis=0, return_index=True, return_counts=True
     )
-    few = jax.tree.map(lambda x: x[first], draft)
-    return few, counts, np.asarray(logits)[first]
+    # Few sizes, so that drafters share the compiled pass and rules.
+    size = 4 ** math.ceil(math.log(len(first), 4))
+    at = np.pad(first, (0, size - len(first)), mode="edge")
+    counts = np.pad(counts, (0, size - len(first)))
+    few = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)[at]), draft)
+    logits = _judged(k.target, k.drafter.tree, k.params, prompt, few)
+    return few, counts, np.asarray(logits)
 
 
 @functools.lru_cache(maxsize=32)
@@ -167,8 +185,8 @@ def exact_law(
 
 def _chance(tree, few: Draft, drafting: Sampling, counts) -> np.ndarray:
     if drafting.greedy:  # one draft; a second one would be no function of the text
-        return np.ones(1) if len(counts) == 1 else counts / counts.sum() * 0.5
-    return exact.chance_of(tree, few)
+        return counts / counts.sum() * (1.0 if np.sum(counts > 0) == 1 else 0.5)
+    return np.where(counts > 0, exact.chance_of(tree, few), 0.0)
 
 
 def drafts_p_value(name: str, topology: str, drafting: Sampling) -> float:
@@ -228,20 +246,6 @@ def drawn_p_value(
     return chi_square(counts, np.broadcast_to(per_node, counts.shape))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), compiler_options=FAST)
-def _draw_many(target, drafter, sampling, rows: int, params, weights, prompt, key):
-    """Drafts of one state under many keys; the prompt's last token is the anchor."""
-    shared, text = target.shared(params), prompt[:, :-1]
-    lengths = jnp.full((1,), text.shape[1], jnp.int32)
-    features = target(params, text, taps=drafter.taps).features
-    size = text.shape[1] + drafter.tree.num_nodes + 2
-    state = drafter.prefill(weights, shared, text, lengths, features, size)
-    state = jax.tree.map(lambda x: jnp.repeat(x, rows, axis=0), state)
-    anchor = jnp.repeat(prompt[:, -1], rows)
-    keys = jax.random.split(key, rows)
-    return drafter.draft(weights, shared, state, anchor, sampling, keys)[0]
-
-
 def own_drafts_p_value(name: str, drafting: Sampling) -> float:
     """`drawn_p_value` of a registered drafter with its default number of tokens."""
     target, params = target_kit()
@@ -270,21 +274,23 @@ def sampled(
     topology: str = "chain",
     rows: int = ROWS,
     seed: int = 0,
+    fixture: int = 0,
     false_alarm: float = FALSE_ALARM,
 ) -> Certificate:
     """Checks by sampling that the engine with a drafter keeps the target's law.
 
     It fails a right drafter with probability 2 `false_alarm`. At temperature 0 compare
-    texts instead, which is exact.
+    texts instead, which is exact. `fixture` chooses the random target and drafter.
     """
     if sampling.greedy:
         raise ValueError(
             f"this certificate needs a sampled law, got {sampling}; for greedy "
             "decoding compare the text with that of `generate.autoregressive`."
         )
-    run = _run(name, sampling, rule, topology, [PROMPT] * rows, range(rows), seed)
+    k, prompts = kit(name, topology, fixture), [PROMPT] * rows
+    run = _run(k, sampling, rule, prompts, range(rows), seed)
     texts = np.array([tokens[:NUM_TOKENS] for tokens in run.tokens])
-    law = joint(sampling, NUM_TOKENS)
+    law = joint(sampling, NUM_TOKENS, fixture)
     p_value = chi_square(testing.count(texts, VOCAB), law)
     first = law.sum(axis=tuple(range(2, NUM_TOKENS)))  # of two tokens
     neighbours = np.concatenate([texts[0::2, :2], texts[1::2, :2]], axis=1)
@@ -318,14 +324,14 @@ def moved(
     order = np.random.default_rng(seed).permutation(rows)
     kept = order % 2 == 0
     prompts = [PROMPT if k else [2, 3, 3] for k in kept]
-    run = _run(name, sampling, rule, topology, prompts, order, seed, width=12)
+    k = kit(name, topology)
+    run = _run(k, sampling, rule, prompts, order, seed, width=12)
     again = [tokens[:NUM_TOKENS] for tokens in run.tokens]
     same = [again[i] == texts[row].tolist() for i, row in enumerate(order) if kept[i]]
     return 1 - float(np.mean(same))
 
 
-def _run(name, sampling, rule, topology, prompts, seeds, seed, width=8):
-    k = kit(name, topology)
+def _run(k: Kit, sampling, rule, prompts, seeds, seed, width=8):
     model = Model(k.target, k.drafter, sampling, rule=rule)
     if rule is not None and not verify.get(rule).drawn:
         model = dataclasses.replace(model, draft_sampling=GREEDY)
