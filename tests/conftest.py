@@ -6,6 +6,7 @@ that sharded code runs.
 """
 
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -26,6 +27,8 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 install_import_hook("specjax", "beartype.beartype")  # before any import of specjax
 
+from specjax import drafters  # noqa: E402
+
 # Compiled programs are kept between runs; the folder may be deleted at any time.
 CACHE = Path(tempfile.gettempdir()) / f"specjax-test-cache-{os.getuid()}"
 jax.config.update("jax_compilation_cache_dir", str(CACHE))
@@ -34,6 +37,18 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 def pytest_configure(config):
     config.addinivalue_line("filterwarnings", "error")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """What shares compiled programs runs in one worker: a file's tests, and in the
+    conformance battery those of one drafter."""
+    for item in items:
+        shared = item.path.stem
+        if shared == "test_conformance":
+            names = re.findall(r"[a-z_0-9]+", item.name.partition("[")[2])
+            shared += "".join(f"-{n}" for n in names if n in drafters.REGISTRY)
+        item.add_marker(pytest.mark.xdist_group(shared))
 
 
 @pytest.fixture(autouse=True, scope="module")

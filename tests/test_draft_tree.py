@@ -1,5 +1,6 @@
 """Trees of drafts: golden expansion, the laws of what is drawn, search and storage."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import draft_tree, testing, tree
+from specjax import draft_tree, testing, tree, verify
 from specjax.certify import exact
 from specjax.sampling import GREEDY, Sampling
 from specjax.tree import DynamicTree, Tree
@@ -191,3 +192,32 @@ def test_paths_are_numbered_by_level_and_rank():
 def test_an_impossible_dynamic_tree_is_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         DynamicTree(*fields)
+
+
+def test_ids_that_no_text_holds_are_no_nodes_of_a_dynamic_tree():
+    logits = jnp.asarray([[[1.0, 2.0, 9.0, 8.0]]])
+    topology, keys = DynamicTree(4, 1, 3), jax.random.split(jax.random.key(0), 1)
+    draft = draft_tree.from_laws(topology, logits, Sampling(num_ids=2), keys)
+    assert draft.tokens.tolist() == [[1, 0, PAD]]
+
+
+def test_of_equal_trees_the_search_takes_the_shallower_and_lower_rank():
+    accept = np.full((3, 2), 0.5)
+    assert tree.best_tree(accept, 3).parents == (-1, 0, 0)
+    assert tree.best_tree(accept[:1], 2).ranks.tolist()[1] == 0
+    ranks = np.array([[0, 1], [1, 0]])
+    assert tree.best_observed_tree(ranks, 3, 2).parents == (-1, 0, 0)
+
+
+def test_what_is_shown_ends_where_the_accepted_branch_ends():
+    """Node 2 is a leaf above the full depth."""
+    topology = Tree((-1, 0, 0, 1))
+    draft = verify.Draft(tokens=jnp.array([4, 5, 6]), probs=None)
+    verdict = verify.Verdict(
+        jnp.array(1), jnp.array([5, 9, -1]), jnp.array(True), jnp.array([0, 2, 2])
+    )
+    assert verify.followed(draft, verdict, topology).tolist() == [5, PAD]
+    refused = dataclasses.replace(
+        verdict, num_accepted=jnp.array(0), path=jnp.array([0, 0, 0])
+    )
+    assert verify.followed(draft, refused, topology).tolist() == [4, 6]

@@ -99,7 +99,7 @@ def has_topology(name: str, topology: str) -> bool:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), compiler_options=FAST)
-def _draw_many(target, drafter, sampling, rows: int, params, weights, prompt, key):
+def draw_many(target, drafter, sampling, rows: int, params, weights, prompt, key):
     """Drafts of one state under many keys; the prompt's last token is the anchor."""
     shared, text = target.shared(params), prompt[:, :-1]
     lengths = jnp.full((1,), text.shape[1], jnp.int32)
@@ -135,7 +135,7 @@ def proposals(name: str, topology: str, drafting: Sampling, seed: int = 0):
     k = kit(name, topology, seed)
     prompt = jnp.asarray([PROMPT], jnp.int32)
     args = k.params, k.weights, prompt, jax.random.key(seed)
-    draft = _draw_many(k.target, k.drafter, drafting, ROWS, *args)
+    draft = draw_many(k.target, k.drafter, drafting, ROWS, *args)
     columns = [np.asarray(draft.tokens)]
     if draft.parents is not None:
         columns.append(np.asarray(draft.parents))
@@ -221,7 +221,7 @@ def drawn_p_value(
     rows = max(64, min(1024, 2**24 // (V * max(len(tree.inner), 1))))
     key, noise = jax.random.key(seed), np.random.default_rng(seed)
     args = params, weights, jnp.asarray([prompt], jnp.int32), key
-    draft = _draw_many(target, drafter, drafting, rows, *args)
+    draft = draw_many(target, drafter, drafting, rows, *args)
     probs = np.asarray(draft.laws, np.float64)
     tokens = np.asarray(draft.tokens)
     counts = np.zeros((tree.num_nodes - 1, 16), np.int64)
