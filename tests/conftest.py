@@ -29,14 +29,18 @@ install_import_hook("specjax", "beartype.beartype")  # before any import of spec
 
 from specjax import drafters  # noqa: E402
 
-# Compiled programs are kept between runs; the folder may be deleted at any time.
+# Compiled programs are kept between runs; the folder may be deleted at any time. One a
+# worker: a program that another is still writing reads as damaged.
 CACHE = Path(tempfile.gettempdir()) / f"specjax-test-cache-{os.getuid()}"
+CACHE /= os.environ.get("PYTEST_XDIST_WORKER", "main")
 jax.config.update("jax_compilation_cache_dir", str(CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def pytest_configure(config):
     config.addinivalue_line("filterwarnings", "error")
+    damaged = "ignore:Error reading persistent compilation cache:UserWarning"
+    config.addinivalue_line("filterwarnings", damaged)  # it is compiled again
 
 
 @pytest.hookimpl(tryfirst=True)

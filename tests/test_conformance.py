@@ -35,6 +35,11 @@ from specjax.verify import Verdict
 SAMPLED = Sampling()
 SLOTS, WIDTH = 40, 20  # cache slots; longest text
 NAMES = list(drafters.REGISTRY)
+# `specjax certify` has these checks for all; here one that goes step by step, one block.
+OFTEN = ("draft_model", "medusa")
+CERTIFIED = [
+    pytest.param(n, marks=[] if n in OFTEN else pytest.mark.slow) for n in NAMES
+]
 TEXTS = jnp.asarray(np.random.default_rng(0).integers(0, 22, (3, WIDTH)), jnp.int32)
 
 
@@ -328,7 +333,7 @@ def test_the_battery_sees_a_draft_model_that_lost_a_token():
         test_commit_equals_prefill_of_the_longer_text(kit, (99, 99, 99))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CERTIFIED)
 def test_every_rule_keeps_the_targets_law_on_a_drafters_real_drafts(name):
     """All random draws summed over, on a chain, a tree and a dynamic tree."""
     settings = {"truncated": Sampling(0.7, top_k=3, top_p=0.9)}
@@ -337,7 +342,7 @@ def test_every_rule_keeps_the_targets_law_on_a_drafters_real_drafts(name):
     assert [r for r in rows if not r["passed"]] == []
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CERTIFIED)
 def test_greedy_text_of_a_dynamic_tree_is_the_targets_own(name):
     assert engine.greedy_difference(name, "dynamic") == 0
 
