@@ -35,7 +35,7 @@ from specjax.verify import Verdict
 SAMPLED = Sampling()
 SLOTS, WIDTH = 40, 20  # cache slots; longest text
 NAMES = list(drafters.REGISTRY)
-# `specjax certify` has these checks for all; here one that goes step by step, one block.
+# `specjax certify` checks all of them; here one that goes step by step and one block.
 OFTEN = ("draft_model", "medusa")
 CERTIFIED = [
     pytest.param(n, marks=[] if n in OFTEN else pytest.mark.slow) for n in NAMES
