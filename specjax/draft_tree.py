@@ -17,7 +17,7 @@ import numpy as np
 
 from specjax.sampling import Sampling, categorical
 from specjax.tree import DynamicTree, Tree
-from specjax.typing import Array, Float, Int, Keys
+from specjax.typing import Array, Bool, Float, Int, Keys
 from specjax.verify import PAD, Draft
 
 # (carry, tokens [B W], sees [B W M], level) -> (logits [B W V], carry): one pass over
@@ -103,9 +103,22 @@ def grow(
     keys: Keys,
 ) -> tuple[Draft, Any]:
     """A draft by one pass a level; `logits` are those after the anchor."""
+    if tree.depth == 1:
+        return from_laws(tree, logits[:, None], sampling, keys), carry
     if isinstance(tree, DynamicTree):
         return _grow_best(tree, logits, step, carry, sampling)
     return _grow_static(tree, logits, step, carry, sampling, keys)
+
+
+def above(sees: Bool[Array, "B W M"], level: Array) -> Int[Array, "B W"]:
+    """Slot of each node's parent plus 1 at a `Step`; 0 for the anchor.
+
+    A drafter that feeds a node together with its parent's output keeps the outputs by
+    slot, the anchor's first.
+    """
+    slots = jnp.arange(sees.shape[2], dtype=jnp.int32)
+    earlier = sees & (slots < level * sees.shape[1])[None, None]
+    return jnp.max(jnp.where(earlier, slots + 1, 0), axis=2, initial=0)
 
 
 def num_slots(tree: Tree | DynamicTree) -> int:

@@ -176,12 +176,14 @@ def attend(
     k: Float[Array, "B K S E"],
     v: Float[Array, "B K S E"],
     mask: Bool[Array, "#B Q S"],
+    own: tuple[tuple[Array, Array], ...] = (),
 ) -> Float[Array, "B K Q E"]:
     """Softmax attention in float32 of grouped queries; True in `mask` is visible.
 
     Q runs over query heads of one kv head times positions. The sum over keys is divided
     by its normaliser at the end: E numbers a row instead of S. A row that sees nothing
-    returns the mean of the values, never NaN.
+    returns the mean of the values, never NaN. `own` are more keys and values [B K T E],
+    of which a query sees those of its own position alone.
     """
     B, K, Q, E = q.shape
     merge = lambda x: x.reshape(B * K, *x.shape[2:])  # one batch axis: fewer copies
@@ -193,14 +195,22 @@ def attend(
     )
     mask = jnp.broadcast_to(mask[:, None], (B, K, *mask.shape[1:]))
     scores = jnp.where(merge(mask), scores, jnp.finfo(jnp.float32).min)
+    S = scores.shape[-1]
+    for key, _ in own:
+        mine = merge(jnp.tile(key, (1, 1, Q // key.shape[2], 1)))
+        score = jnp.sum((merge(q * (E**-0.5)) * mine).astype(jnp.float32), axis=-1)
+        scores = jnp.concatenate([scores, score[..., None]], axis=-1)
     weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
     total = jnp.sum(weights, axis=-1, keepdims=True)
     out = jnp.einsum(
         "XQS,XSE->XQE",
-        weights.astype(v.dtype),
+        weights[..., :S].astype(v.dtype),
         merge(v),
         preferred_element_type=jnp.float32,
     )
+    for i, (_, value) in enumerate(own):
+        mine = merge(jnp.tile(value, (1, 1, Q // value.shape[2], 1)))
+        out = out + weights[..., S + i, None] * mine.astype(jnp.float32)
     return (out / total).reshape(B, K, Q, E).astype(q.dtype)
 
 

@@ -98,8 +98,23 @@ class Block(NamedTuple):
     start: Int[Array, "B"] | None  # slot of the first token; None = no cache
 
 
+class Unrolled(NamedTuple):
+    """Keys and values of a text, and those that its rows added in passes since.
+
+    A pass over an `unrolled` block sees the text up to its row, and what the same row
+    added; not what other rows did. As many drafts as rows go on side by side.
+    """
+
+    k: Float[Array, "B K S E"]
+    v: Float[Array, "B K S E"]
+    added: tuple[tuple[Array, Array], ...] = ()  # k and v [B K T E] of each pass
+
+
 class Attention(nn.Module):
-    """Grouped-query attention of one layer over the cache and the pass's own tokens."""
+    """Grouped-query attention of one layer over the cache and the pass's own tokens.
+
+    The input may be wider or narrower than the stack, whose width the output has.
+    """
 
     config: TransformerConfig
     window: int | None = None
@@ -109,8 +124,8 @@ class Attention(nn.Module):
         self,
         x: Float[Array, "B T D"],
         block: Block,
-        slots: tuple[Array, Array] | None,
-    ) -> tuple[Float[Array, "B T D"], tuple[Array, Array]]:
+        slots: tuple[Array, Array] | Unrolled | None,
+    ) -> tuple[Array, Any]:
         c = self.config
         (T, D), K, E = x.shape[1:], c.num_kv_heads, c.head_width
         G = c.num_heads // K
@@ -130,21 +145,28 @@ class Attention(nn.Module):
         k = rotate(k.swapaxes(1, 2), block.cos, block.sin)  # [B K T E]
         v = v.swapaxes(1, 2)
 
-        if slots is not None:
+        own = ()
+        if isinstance(slots, Unrolled):
+            slots = Unrolled(slots.k, slots.v, (*slots.added, (k, v)))
+            k, v, own = slots
+        elif slots is not None:
             assert block.start is not None
             k = kv_cache.write(slots[0], k, block.start)
             v = kv_cache.write(slots[1], v, block.start)
+            slots = k, v
+        else:
+            slots = k, v
         mask = block.mask
         if self.window is not None:
             distance = block.query_positions[..., None] - block.key_positions[:, None]
             mask = mask & jnp.tile(distance < self.window, (1, G, 1))
-        out = attend(group_queries(q, K), k, v, mask)
+        out = attend(group_queries(q, K), k, v, mask, own)
         out = ungroup_queries(out, T)
 
-        out = dense(out, self.param("out", normal, (D, c.num_heads * E)))
+        out = dense(out, self.param("out", normal, (c.width, c.num_heads * E)))
         if c.out_bias:
-            out = out + self.param("out_bias", zeros, (D,))[None, None]
-        return out, (k, v)
+            out = out + self.param("out_bias", zeros, (c.width,))[None, None]
+        return out, slots
 
 
 class Layer(nn.Module):
@@ -152,11 +174,12 @@ class Layer(nn.Module):
 
     config: TransformerConfig
     window: int | None = None
+    norm_input: bool = True  # False: attention reads the residual stream itself
 
     @nn.compact
     def __call__(self, x, block: Block, slots):
         c = self.config
-        a = RMSNorm(c.norm_eps, name="input_norm")(x)
+        a = RMSNorm(c.norm_eps, name="input_norm")(x) if self.norm_input else x
         a, slots = Attention(c, self.window, name="attention")(a, block, slots)
         x = x + a
         m = RMSNorm(c.norm_eps, name="post_norm")(x)
@@ -256,6 +279,27 @@ def locate(config, shape, cache, ancestors, depths, behind=0) -> Block:
     positions = start[:, None] + own
     cos, sin = rotary(config.rope, positions, config.head_width)
     return Block(cos, sin, positions, key_positions, mask, start + behind)
+
+
+def unrolled(
+    config: TransformerConfig,
+    batch_size: int,
+    rows: np.ndarray,
+    length: int,
+    passes: int,
+) -> Block:
+    """A pass over `rows` of a text of `length` tokens after `passes` of its own.
+
+    Row t stands at position t + passes and sees the text up to t.
+    """
+    own = jnp.asarray(rows + passes, jnp.int32)
+    own = jnp.broadcast_to(own, (batch_size, len(rows)))
+    text = jnp.arange(length, dtype=jnp.int32)
+    text = jnp.broadcast_to(text, (batch_size, length))
+    cos, sin = rotary(config.rope, own, config.head_width)
+    seen = jnp.asarray(np.tri(length, dtype=bool)[rows])[None]
+    mask = jnp.tile(seen, (1, config.num_heads // config.num_kv_heads, 1))
+    return Block(cos, sin, own, text, mask, None)
 
 
 @pytree

@@ -2,13 +2,14 @@
 
 from typing import Any
 
-from specjax.drafters import dflash, draft_model, medusa
+from specjax.drafters import dflash, draft_model, eagle, medusa
 from specjax.drafters.base import Drafter
 
 REGISTRY: dict[str, type[Drafter]] = {
     "draft_model": draft_model.DraftModel,
     "medusa": medusa.Medusa,
     "dflash": dflash.DFlash,
+    "eagle": eagle.Eagle,
 }
 
 

@@ -1,0 +1,243 @@
+"""What EAGLE-1 and EAGLE-3 share: a layer that drafts on its own outputs.
+
+The pair (feature of x_t, x_{t+1}) stands at position t and its output says what follows
+x_{t+1}. A drafted pair holds the drafter's own output instead of a feature; once the
+target has judged the tokens they are fed again with its true features. A pass always
+feeds the last depth + 1 pairs of the text, which is what a round may have committed: so
+a state depends on the text alone, and a round costs one pass a level.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import draft_tree, kv_cache
+from specjax.drafters import base
+from specjax.drafters.base import Batch
+from specjax.kv_cache import KVCache
+from specjax.pytree import pytree
+from specjax.transformer import (
+    Block,
+    Shared,
+    TransformerConfig,
+    Unrolled,
+    locate,
+    unrolled,
+)
+from specjax.tree import DynamicTree, Tree
+from specjax.typing import Array, Float, Int
+
+
+@pytree
+class State:
+    cache: KVCache  # pairs of the text but the fresh ones
+    # The last P positions of the text, fed again with the anchor; zeros if it has less.
+    tokens: Int[Array, "B P"]
+    features: Float[Array, "B P MD"]
+    num_fresh: Int[Array, "B"]
+
+
+class Recurrent:
+    """Drafting on its own outputs, as EAGLE-1 and EAGLE-3 do.
+
+    A subclass is a frozen dataclass with the fields below and says what a target
+    feature becomes (`fuse`), what a pass does (`step`) and what its output says
+    (`logits`).
+    """
+
+    config: TransformerConfig  # of the one layer
+    gamma: int
+    topology: Tree | DynamicTree | None
+
+    def fuse(self, params, features: Array) -> Array:
+        raise NotImplementedError
+
+    def step(
+        self, params, e: Array, g: Array, block: Block, slots
+    ) -> tuple[Array, Any]:
+        raise NotImplementedError
+
+    def logits(self, params, shared: Shared, y: Array) -> Array:
+        raise NotImplementedError
+
+    @property
+    def tree(self) -> Tree | DynamicTree:
+        return self.topology or Tree.chain(self.gamma)
+
+    @property
+    def max_positions(self) -> int:
+        return self.config.max_positions
+
+    def forward(self, params, shared, tokens, g, cache: KVCache, **where):
+        """One cached pass over pairs (g, token): outputs [B T D] and the cache."""
+        block = locate(
+            self.config,
+            tokens.shape,
+            cache,
+            where.get("ancestors"),
+            where.get("depths"),
+            where.get("behind", 0),
+        )
+        e = shared.embed[tokens]
+        y, (k, v) = self.step(params, e, g, block, (cache.k[0], cache.v[0]))
+        return y, KVCache((k,), (v,), cache.length)
+
+    def prefill(self, params, shared, tokens, lengths, features, cache_size) -> State:
+        c, B, P = self.config, tokens.shape[0], self.tree.depth + 1
+        cache = kv_cache.init(
+            1,
+            B,
+            c.num_kv_heads,
+            cache_size + draft_tree.num_slots(self.tree) + 1,
+            c.head_width,
+            shared.embed.dtype,
+        )
+        g = self.fuse(params, features)
+        _, cache = self.forward(params, shared, base.shift(tokens, 1), g, cache)
+        fresh = jnp.minimum(lengths, P)
+        at = (lengths - fresh)[:, None] + jnp.arange(P)[None]
+        return State(
+            cache=kv_cache.commit(cache, None, lengths - fresh),
+            tokens=_window(tokens, at, fresh),
+            features=_window(features, at, fresh),
+            num_fresh=fresh,
+        )
+
+    def draft(self, params, shared, state: State, anchor, sampling, keys):
+        rows, last = jnp.arange(anchor.shape[0]), state.num_fresh - 1
+        tokens = jnp.roll(state.tokens, -1, axis=1).at[rows, last].set(anchor)
+        g = self.fuse(params, state.features)
+        y, cache = self.forward(params, shared, tokens, g, state.cache)
+        y = y[rows, last]
+        cache = kv_cache.commit(cache, None, state.num_fresh)
+
+        slots = draft_tree.num_slots(self.tree)
+        levels = max(self.tree.depth - 1, 1)
+        depths = np.repeat(np.arange(levels), slots // levels).astype(np.int32)
+        outputs = jnp.pad(
+            y[:, None], ((0, 0), (0, slots), (0, 0))
+        )  # the anchor's first
+
+        def step(carry, tokens, sees, level):
+            cache, outputs = carry
+            parent = draft_tree.above(sees, level)
+            y, cache = self.forward(
+                params,
+                shared,
+                tokens,
+                outputs[rows[:, None], parent],
+                cache,
+                ancestors=sees,
+                depths=depths,
+                behind=level * tokens.shape[1],
+            )
+            at = 1 + level * tokens.shape[1]
+            outputs = jax.lax.dynamic_update_slice_in_dim(outputs, y, at, axis=1)
+            return self.logits(params, shared, y), (cache, outputs)
+
+        first = self.logits(params, shared, y)
+        draft, (cache, _) = draft_tree.grow(
+            self.tree, first, step, (cache, outputs), sampling, keys
+        )
+        # Entries of drafted pairs stay past `length`, where nothing sees them.
+        cache = dataclasses.replace(cache, length=state.cache.length)
+        return draft, dataclasses.replace(state, cache=cache)
+
+    def commit(self, params, shared, state: State, verdict, tokens, features) -> State:
+        """Shifts the window; the pairs that leave it were fed by this round's draft."""
+        del params, shared
+        (_, P), old = state.tokens.shape, state.num_fresh
+        total = old + verdict.num_committed
+        fresh = jnp.minimum(total, P)
+        at = (total - fresh)[:, None] + jnp.arange(P)[None]
+        at = jnp.where(at < old[:, None], at, P + at - old[:, None])
+        join = lambda x, y: jnp.concatenate([x, y.astype(x.dtype)], axis=1)
+        return State(
+            cache=kv_cache.commit(state.cache, None, total - fresh),
+            tokens=_window(join(state.tokens, tokens), at, fresh),
+            features=_window(join(state.features, features), at, fresh),
+            num_fresh=fresh,
+        )
+
+    def unroll(
+        self, params, shared, tokens, g: Float[Array, "B T D"], rows: np.ndarray, steps
+    ) -> list[Float[Array, "B R D"]]:
+        """Outputs of `steps` passes from each of `rows`, fed the text's own tokens.
+
+        Pass i of row t reads (output of pass i - 1, x_{t+1+i}), as if i tokens had been
+        drafted from t and all were right.
+        """
+        B, T = tokens.shape
+        block = locate(self.config, (B, T), None, None, None)
+        y, (k, v) = self.step(
+            params, shared.embed[base.shift(tokens, 1)], g, block, None
+        )
+        slots, outputs = Unrolled(k, v), [y[:, rows]]
+        for i in range(1, steps):
+            block = unrolled(self.config, B, rows, T, i)
+            e = shared.embed[base.shift(tokens, 1 + i)[:, rows]]
+            y, slots = self.step(params, e, outputs[-1], block, slots)
+            outputs.append(y)
+        return outputs
+
+    def acceptance(self, params, shared, batch: Batch, outputs, rows: np.ndarray):
+        """What to log of outputs that `unroll` made: pass k - 1 drafts token k."""
+        accepted, known = [], []
+        for k, y in enumerate(outputs[: self.tree.depth], 1):
+            p = shared.logits(base.shift(batch.hidden, k)[:, rows])
+            accepted.append(base.overlap(self.logits(params, shared, y), p))
+            known.append(base.shift(batch.mask, 1 + k)[:, rows])
+        stack = lambda xs: jnp.stack(xs, axis=-1)
+        return base.acceptance(stack(accepted), stack(known))
+
+
+def _window(x: Array, at: Int[Array, "B P"], fresh: Int[Array, "B"]) -> Array:
+    """x[:, at] for the first `fresh` of a row, zeros after them."""
+    real = jnp.arange(at.shape[1])[None] < fresh[:, None]
+    x = x[jnp.arange(len(x))[:, None], jnp.minimum(at, x.shape[1] - 1)]
+    return jnp.where(real.reshape(*real.shape, *(1,) * (x.ndim - 2)), x, 0)
+
+
+def soft_cross_entropy(
+    logits: Float[Array, "*B V"], target_logits: Float[Array, "*B V"]
+) -> Float[Array, "*B"]:
+    """-sum p log q, nats."""
+    p = jax.nn.softmax(target_logits, axis=-1)
+    return -jnp.sum(p * jax.nn.log_softmax(logits, axis=-1), axis=-1)
+
+
+def layer_of(config: TransformerConfig) -> TransformerConfig:
+    """One plain layer of a target's shape; of its biases those of q, k, v stay."""
+    return dataclasses.replace(
+        config,
+        num_layers=1,
+        qk_norm=False,
+        out_bias=False,
+        mlp_bias=False,
+        tie_embeddings=True,
+        windows=(),
+    )
+
+
+def check(drafter: Any) -> None:
+    """Refuses fields that no drafter of this family can have."""
+    name = type(drafter).__name__.lower()
+    if drafter.gamma < 1:
+        raise ValueError(f"{name} needs gamma >= 1, got {drafter.gamma}.")
+    if drafter.config.num_layers != 1:
+        raise ValueError(
+            f"{name} is one layer, got config.num_layers={drafter.config.num_layers}."
+        )
+
+
+def check_target(drafter: Any, shared: Shared) -> None:
+    """Refuses a target that the layer was not made for."""
+    (V, D), c = shared.embed.shape, drafter.config
+    if (c.vocab_size, c.width) != (V, D):
+        raise ValueError(
+            f"{type(drafter).__name__.lower()} is made for {c.vocab_size} ids of width "
+            f"{c.width}; the target has {V} of width {D}."
+        )
