@@ -245,6 +245,28 @@ def test_train_writes_a_drafter_that_generate_takes(world, tmp_path):
 
 
 ASK = ("generate", "--prompt", "a", "--target", "TOY")
+
+
+def test_train_chooses_a_draft_vocabulary_and_a_warm_start_keeps_it(world, tmp_path):
+    jax.config.update("jax_numpy_dtype_promotion", "standard")  # optax mixes dtypes
+    command = (
+        *("train", "eagle3", "--target", world / "toy"),
+        *("--data", world / "chats.jsonl", "--length", 64, "--steps", 1),
+        *("--batch-size", 2, "--field", "ttt_steps=1", "--field", "gamma=1"),
+    )
+    read = lambda run: json.loads((run / "drafter" / "drafter.json").read_text())
+    first, second = tmp_path / "first", tmp_path / "second"
+    status, out, err = specjax(*command, "--draft-vocab", 12, "--out", first)
+    assert status == 0, err
+    ids = read(first)["config"]["draft_ids"]
+    assert ids == sorted(set(ids)) and len(ids) == 12 and "of 12 ids" in out
+    warm = (*command[:-4], "--init", first / "drafter", "--out", second)
+    assert specjax(*warm)[0] == 0
+    assert read(second)["config"]["draft_ids"] == ids
+    status, _, err = specjax(*warm, "--draft-vocab", 13)
+    assert status != 0 and "keeps the ids it has" in err
+
+
 BENCH = ("bench", "--target", "TOY", "--drafters", "MEDUSA")
 BAD = {
     "no command": ((), "specjax"),

@@ -68,9 +68,9 @@ def pass_over_text():
     return features_of(TARGET, weights(), jnp.array([IDS]))
 
 
-def outputs(drafter, params, tokens, features, rows, steps=1):
+def outputs(drafter, params, tokens, features, steps=1):
     """`unroll` of one text whose first token is of no account."""
-    run = jax.jit(functools.partial(drafter.unroll, rows=np.array(rows), steps=steps))
+    run = jax.jit(functools.partial(drafter.unroll, every=1, steps=steps))
     shared = TARGET.shared(weights().target)
     return run(params, shared, jnp.array([tokens]), features)
 
@@ -83,7 +83,8 @@ def test_the_layer_gives_the_recorded_outputs():
     f = pass_over_text()
     text = [3, *AHEAD, 13]
     padded = jnp.pad(f, ((0, 0), (0, 2), (0, 0)))
-    first, second = outputs(drafter_of(), weights().drafter, text, padded, range(8), 2)
+    both = outputs(drafter_of(), weights().drafter, text, padded, 2)
+    first, second = (y[:, :8] for y in both)
     right = [3.173552, 12.131404, -5.528487, -1.700167]
     np.testing.assert_allclose(first[0, 7, :4], right, atol=2e-4)
     assert float(jnp.sum(jnp.abs(first))) == pytest.approx(1156.146637, abs=1e-2)
@@ -98,15 +99,11 @@ def test_the_layer_gives_the_recorded_outputs():
 def test_a_dropped_bias_would_be_seen():
     """What engines that ignore `fc.bias` compute, recorded too."""
     params = {k: v for k, v in weights().drafter.items() if k != "fc_bias"}
-    y = outputs(
-        drafter_of(fc_bias=False), params, [3, *AHEAD[:7]], pass_over_text(), range(7)
-    )
-    assert y[0].shape == (1, 7, 24)
     text = [3, *AHEAD]
     padded = jnp.pad(pass_over_text(), ((0, 0), (0, 1), (0, 0)))
-    y = outputs(drafter_of(fc_bias=False), params, text, padded, [7])[0]
+    y = outputs(drafter_of(fc_bias=False), params, text, padded)[0]
     wrong = [-9.693052, -4.492779, -20.532121]
-    np.testing.assert_allclose(law(y[0, 0])[:3], wrong, atol=2e-4)
+    np.testing.assert_allclose(law(y[0, 7])[:3], wrong, atol=2e-4)
 
 
 def batch(tokens=IDS, mask=MASK):
@@ -218,8 +215,8 @@ def test_greedy_rounds_of_a_dynamic_tree_are_those_recorded():
 )
 def test_first_levels_scores_are_those_recorded(prompt, right):
     f = features_of(TARGET, weights(), jnp.array([prompt]))
-    y = outputs(drafter_of(), weights().drafter, prompt, f, [len(prompt) - 2])[0]
-    scores = jax.lax.top_k(law(y[0, 0]), 3)[0]
+    y = outputs(drafter_of(), weights().drafter, prompt, f)[0]
+    scores = jax.lax.top_k(law(y[0, -2]), 3)[0]
     np.testing.assert_allclose(scores, right, atol=3e-4)
 
 
@@ -240,9 +237,9 @@ def test_the_pair_of_a_token_is_the_feature_it_was_drawn_from():
     )
     d = int(draft.tokens[0, 0])
     padded = jnp.pad(f, ((0, 0), (0, 2), (0, 0)))
-    ys = outputs(drafter, weights().drafter, [*text, e, d], padded, [3], 2)
+    ys = outputs(drafter, weights().drafter, [*text, e, d], padded, 2)
     for q, y in zip(draft.probs[0], ys, strict=True):
-        np.testing.assert_allclose(q, jnp.exp(law(y[0, 0])), atol=1e-5)
+        np.testing.assert_allclose(q, jnp.exp(law(y[0, 3])), atol=1e-5)
 
 
 @functools.cache
@@ -306,10 +303,10 @@ def test_an_unrolled_row_is_the_same_tokens_drafted_from_it():
     target, drafter, params = tiny()
     tokens = np.random.default_rng(2).integers(0, 22, 9).tolist()
     f = features_of(target, params, jnp.array([tokens]))
-    shared, rows = target.shared(params.target), [0, 3, 4]
-    unroll = jax.jit(functools.partial(drafter.unroll, rows=np.array(rows), steps=4))
+    shared = target.shared(params.target)
+    unroll = jax.jit(functools.partial(drafter.unroll, every=3, steps=4))
     outs = unroll(params.drafter, shared, jnp.array([tokens]), f)
-    for r, t in enumerate(rows):
+    for r, t in enumerate((0, 3)):
         for i, y in enumerate(outs):
             path = tokens[t + 2 : t + 2 + i]
             right = plain_law(target, drafter, params, tokens[: t + 2], path)
@@ -356,9 +353,10 @@ def test_inputs_left_out_are_not_read():
     f = features_of(target, params, text)
     for inputs, same in (("token", (text, -f)), ("feature", (text + 5, f))):
         less = dataclasses.replace(drafter, inputs=inputs)
-        run = lambda t, f, d: d.unroll(params.drafter, shared, t, f, np.arange(4), 1)[0]
-        np.testing.assert_array_equal(run(text, f, less), run(*same, less))
-        assert np.any(run(text, f, drafter) != run(*same, drafter))
+        run = jax.jit(functools.partial(less.unroll, every=1, steps=1))
+        out = run(params.drafter, shared, text, f)[0]
+        np.testing.assert_array_equal(out, run(params.drafter, shared, *same)[0])
+        assert np.any(run(params.drafter, shared, text + 1, 2 * f)[0] != out)
 
 
 @pytest.mark.parametrize(

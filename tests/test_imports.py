@@ -14,7 +14,7 @@ FILES = sorted(p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*.py"))
 LAYERS = [
     {"typing", "pytree"},
     {"sampling", "tree", "sharding", "kernels"},
-    {"layers", "kv_cache", "metrics", "verify", "draft_tree"},
+    {"layers", "kv_cache", "metrics", "verify", "draft_tree", "draft_vocab"},
     {"transformer"},
     {"targets", "drafters"},
     {"generate", "training", "corpus", "checkpoints"},

@@ -30,6 +30,7 @@ class Train:
     field: tuple[
         str, ...
     ] = ()  # drafter fields as name=value, for example num_layers=2
+    draft_vocab: int | None = None  # draft only so many ids, the texts' most frequent
     init: pathlib.Path | None = None  # folder of a trained drafter to start from
     feature_cache: pathlib.Path | None = None  # folder; built once, read each epoch
     out: pathlib.Path | None = None  # folder; a run found there goes on
@@ -75,11 +76,19 @@ class Train:
             except TypeError as error:
                 raise ValueError(f"{self.drafter}: bad --field ({error}).") from None
 
+        known = {f.name for f in dataclasses.fields(drafter)}
+        if self.draft_vocab is not None and (self.init or "draft_ids" not in known):
+            raise ValueError(
+                f"--draft-vocab {self.draft_vocab}: {self.drafter} has no field "
+                "draft_ids, or it starts from --init and keeps the ids it has."
+            )
         out = (
             self.out or pathlib.Path("runs") / "train" / f"{self.target}-{self.drafter}"
         )
         out.mkdir(parents=True, exist_ok=True)
         texts = self._texts(pretrained, out)
+        if self.draft_vocab is not None:
+            drafter = _reduced(drafter, texts, self.draft_vocab)
         cache = None
         if self.feature_cache:
             print(f"features of {len(texts)} texts -> {self.feature_cache}")
@@ -175,6 +184,20 @@ class Train:
         learned = int(texts.mask.sum())
         print(f"{len(texts)} texts, {learned} tokens to learn")
         return texts
+
+
+def _reduced(drafter, texts, size: int):
+    """The drafter with the most frequent ids of the tokens to learn as its own."""
+    import numpy as np
+
+    from specjax import draft_vocab
+
+    learned = texts.tokens[texts.mask]
+    counts = np.bincount(learned, minlength=drafter.config.vocab_size)
+    ids = draft_vocab.most_frequent(counts, size)
+    share = counts[ids].sum() / counts.sum()
+    print(f"draft vocabulary of {size} ids: {share:.2%} of the tokens to learn")
+    return dataclasses.replace(drafter, draft_ids=tuple(ids.tolist()))
 
 
 class _TrainLog:

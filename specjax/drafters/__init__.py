@@ -2,14 +2,15 @@
 
 from typing import Any
 
-from specjax.drafters import dflash, draft_model, eagle, medusa
+from specjax.drafters import dflash, draft_model, eagle, eagle3, medusa
 from specjax.drafters.base import Drafter
 
 REGISTRY: dict[str, type[Drafter]] = {
     "draft_model": draft_model.DraftModel,
     "medusa": medusa.Medusa,
-    "dflash": dflash.DFlash,
     "eagle": eagle.Eagle,
+    "eagle3": eagle3.Eagle3,
+    "dflash": dflash.DFlash,
 }
 
 

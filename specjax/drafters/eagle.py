@@ -32,7 +32,6 @@ from typing import Any, ClassVar, Literal
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from specjax.drafters import base
 from specjax.drafters.base import Batch, Card
@@ -136,21 +135,29 @@ class Eagle(Recurrent):
         "alpha" unrolls the drafter on clean features and its own outputs from every
         THIN-th row, with the text's tokens.
         """
-        rows = np.arange(batch.tokens.shape[1])
         noisy = batch.features + draw_noise(key, batch, self.noise)
-        y = self.unroll(params, shared, batch.tokens, noisy, rows, 1)[0]
+        y = self.unroll(params, shared, batch.tokens, noisy, every=1, steps=1)[0]
         feature, hidden = base.shift(batch.features, 1), base.shift(batch.hidden, 1)
         wanted = batch.mask & base.shift(batch.mask, 1)
         regression = jnp.mean(smooth_l1(y, feature), axis=-1)
-        ce = soft_cross_entropy(shared.logits(y), shared.logits(hidden))
-        v, p = base.masked_mean(regression, wanted), base.masked_mean(ce, wanted)
+        p = jax.nn.softmax(shared.logits(hidden), axis=-1)
+        v = base.masked_mean(regression, wanted)
+        ce = base.masked_mean(soft_cross_entropy(shared.logits(y), p), wanted)
 
-        thin, frozen = rows[:: base.THIN], jax.lax.stop_gradient(params)
+        frozen, every = jax.lax.stop_gradient(params), base.THIN
         drafts = self.unroll(
-            frozen, shared, batch.tokens, batch.features, thin, self.tree.depth
+            frozen,
+            shared,
+            batch.tokens,
+            batch.features,
+            every=every,
+            steps=self.tree.depth,
         )
-        logs = self.acceptance(frozen, shared, batch, drafts, thin)
-        return self.w_feature * v + self.w_token * p, {"regression": v, "ce": p} | logs
+        logs = self.acceptance(frozen, shared, batch, drafts, every)
+        return self.w_feature * v + self.w_token * ce, {
+            "regression": v,
+            "ce": ce,
+        } | logs
 
 
 def smooth_l1(x: Float[Array, "*B D"], y: Float[Array, "*B D"]) -> Array:

@@ -163,33 +163,39 @@ class Recurrent:
         )
 
     def unroll(
-        self, params, shared, tokens, g: Float[Array, "B T D"], rows: np.ndarray, steps
+        self,
+        params,
+        shared,
+        tokens,
+        g: Float[Array, "B T D"],
+        *,
+        every: int,
+        steps: int,
     ) -> list[Float[Array, "B R D"]]:
-        """Outputs of `steps` passes from each of `rows`, fed the text's own tokens.
+        """Outputs of `steps` passes from every so many rows, fed the text's own tokens.
 
         Pass i of row t reads (output of pass i - 1, x_{t+1+i}), as if i tokens had been
         drafted from t and all were right.
         """
         B, T = tokens.shape
+        e = shared.embed[base.shift(tokens, 1)]
         block = locate(self.config, (B, T), None, None, None)
-        y, (k, v) = self.step(
-            params, shared.embed[base.shift(tokens, 1)], g, block, None
-        )
-        slots, outputs = Unrolled(k, v), [y[:, rows]]
+        y, (k, v) = self.step(params, e, g, block, None)
+        slots, outputs, rows = Unrolled(k, v), [y[:, ::every]], np.arange(0, T, every)
         for i in range(1, steps):
             block = unrolled(self.config, B, rows, T, i)
-            e = shared.embed[base.shift(tokens, 1 + i)[:, rows]]
+            e = shared.embed[base.shift(tokens, 1 + i)[:, ::every]]
             y, slots = self.step(params, e, outputs[-1], block, slots)
             outputs.append(y)
         return outputs
 
-    def acceptance(self, params, shared, batch: Batch, outputs, rows: np.ndarray):
+    def acceptance(self, params, shared, batch: Batch, outputs, every: int):
         """What to log of outputs that `unroll` made: pass k - 1 drafts token k."""
         accepted, known = [], []
         for k, y in enumerate(outputs[: self.tree.depth], 1):
-            p = shared.logits(base.shift(batch.hidden, k)[:, rows])
+            p = shared.logits(base.shift(batch.hidden, k)[:, ::every])
             accepted.append(base.overlap(self.logits(params, shared, y), p))
-            known.append(base.shift(batch.mask, 1 + k)[:, rows])
+            known.append(base.shift(batch.mask, 1 + k)[:, ::every])
         stack = lambda xs: jnp.stack(xs, axis=-1)
         return base.acceptance(stack(accepted), stack(known))
 
@@ -202,11 +208,10 @@ def _window(x: Array, at: Int[Array, "B P"], fresh: Int[Array, "B"]) -> Array:
 
 
 def soft_cross_entropy(
-    logits: Float[Array, "*B V"], target_logits: Float[Array, "*B V"]
+    logits: Float[Array, "*B V"], p: Float[Array, "*B V"]
 ) -> Float[Array, "*B"]:
-    """-sum p log q, nats."""
-    p = jax.nn.softmax(target_logits, axis=-1)
-    return -jnp.sum(p * jax.nn.log_softmax(logits, axis=-1), axis=-1)
+    """-sum p log softmax(logits), nats."""
+    return jax.nn.logsumexp(logits, axis=-1) - jnp.sum(p * logits, axis=-1)
 
 
 def layer_of(config: TransformerConfig) -> TransformerConfig:
