@@ -346,6 +346,14 @@ def test_greedy_text_of_a_dynamic_tree_is_the_targets_own():
         assert ours == text[0, len(prompt) : len(prompt) + 12].tolist()
 
 
+def test_the_public_tree_is_the_published_one():
+    """Named after 63 nodes it has 25 and the anchor, and takes 5 passes a round."""
+    tree = eagle.PUBLIC_TREE
+    assert np.bincount(tree.depths).tolist() == [1, 4, 8, 8, 3, 2]
+    children = [int(np.sum(tree.children[node] >= 0)) for node in range(26)]
+    assert children[:13] == [4, 3, 2, 2, 1, 3, 2, 2, 1, 0, 0, 0, 0]
+
+
 def test_inputs_left_out_are_not_read():
     target, drafter, params = tiny()
     shared = target.shared(params.target)

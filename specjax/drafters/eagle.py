@@ -17,7 +17,8 @@ on true features with noise, one step ahead:
 
 Example: of the prompt A B C D the target makes f_0 .. f_3 and draws E. The pairs are
 (f_0, B) (f_1, C) (f_2, D) (f_3, E), and the output of the last is the law after E.
-How it drafts and keeps its state is in `recurrent`.
+How it drafts and keeps its state is in `recurrent`. A static tree's children are drawn
+without replacement; `PUBLIC_TREE` is the code's own.
 
 The paper calls f_t the "second-to-top-layer" feature; the public code and weights read
 the state after the final norm. EAGLE-2 (arXiv:2406.16858) is this drafter with a
@@ -46,6 +47,15 @@ from specjax.layers import dense
 from specjax.transformer import Layer, Shared, TransformerConfig, locate
 from specjax.tree import DynamicTree, Tree
 from specjax.typing import Array, Float, Params, PRNGKey
+
+# The hand-made tree of the public code (`mc_sim_7b_63`): 25 nodes under the anchor.
+PUBLIC_TREE = Tree.of_paths(
+    [
+        *[(0, 0, 0, 0, 0), (0, 0, 0, 0, 1), (0, 0, 0, 1), (0, 0, 0, 2), (0, 0, 1)],
+        *[(0, 0, 2), (0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 2, 1), (1, 0, 0), (1, 1)],
+        *[(2, 0), (2, 1), (3, 0)],
+    ]
+)
 
 
 class Net(nn.Module):
