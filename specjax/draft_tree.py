@@ -132,7 +132,7 @@ def _levels(tree: Tree) -> np.ndarray:
     """[D-1 W] inner nodes of each depth from 1 on, -1 where a level has fewer."""
     depths = tree.depths[tree.inner]
     lists = [tree.inner[depths == d] for d in range(1, tree.depth)]
-    width = max(map(len, lists), default=0)
+    width = max(map(len, lists), default=1)
     fill = lambda nodes: np.pad(nodes, (0, width - len(nodes)), constant_values=-1)
     return np.array([fill(nodes) for nodes in lists], np.int32).reshape(-1, width)
 

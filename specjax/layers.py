@@ -196,10 +196,10 @@ def attend(
     mask = jnp.broadcast_to(mask[:, None], (B, K, *mask.shape[1:]))
     scores = jnp.where(merge(mask), scores, jnp.finfo(jnp.float32).min)
     S = scores.shape[-1]
+    mine = lambda x: merge(jnp.tile(x, (1, 1, Q // x.shape[2], 1))).astype(jnp.float32)
     for key, _ in own:
-        mine = merge(jnp.tile(key, (1, 1, Q // key.shape[2], 1)))
-        score = jnp.sum((merge(q * (E**-0.5)) * mine).astype(jnp.float32), axis=-1)
-        scores = jnp.concatenate([scores, score[..., None]], axis=-1)
+        score = jnp.sum(merge(q).astype(jnp.float32) * mine(key), -1, keepdims=True)
+        scores = jnp.concatenate([scores, score * (E**-0.5)], axis=-1)
     weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
     total = jnp.sum(weights, axis=-1, keepdims=True)
     out = jnp.einsum(
@@ -209,8 +209,7 @@ def attend(
         preferred_element_type=jnp.float32,
     )
     for i, (_, value) in enumerate(own):
-        mine = merge(jnp.tile(value, (1, 1, Q // value.shape[2], 1)))
-        out = out + weights[..., S + i, None] * mine.astype(jnp.float32)
+        out = out + weights[..., S + i, None] * mine(value)
     return (out / total).reshape(B, K, Q, E).astype(q.dtype)
 
 

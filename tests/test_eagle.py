@@ -278,10 +278,12 @@ def plain_law(target, drafter, params, tokens, path):
     return jax.nn.softmax(target.shared(params.target).logits(y[0, len(whole) - 2]))
 
 
-@pytest.mark.parametrize("length", [2, 9])
-def test_laws_of_a_trees_nodes_are_those_of_their_paths(length):
+@pytest.mark.parametrize(
+    ("tree", "length"), [(TREE, 2), (TREE, 9), (Tree((-1, 0, 0)), 5)]
+)
+def test_laws_of_a_trees_nodes_are_those_of_their_paths(tree, length):
     """Every node's cache entry, parent and position, also in texts below a window."""
-    target, drafter, params = tiny(TREE)
+    target, drafter, params = tiny(tree)
     tokens = np.random.default_rng(1).integers(0, 22, length + 1).tolist()
     f = features_of(target, params, jnp.array([tokens]))
     shared = target.shared(params.target)
@@ -292,8 +294,8 @@ def test_laws_of_a_trees_nodes_are_those_of_their_paths(length):
     draft, _ = jax.jit(drafter.draft, static_argnums=4)(
         params.drafter, shared, state, jnp.array(tokens[-1:]), Sampling(), keys
     )
-    for row, node in enumerate(TREE.inner):
-        above = [i for i in range(1, len(TREE.parents)) if TREE.ancestors[node, i]]
+    for row, node in enumerate(tree.inner):
+        above = [i for i in range(1, tree.num_nodes) if tree.ancestors[node, i]]
         path = draft.tokens[0, np.array(above, int) - 1].tolist() if above else []
         right = plain_law(target, drafter, params, tokens, path)
         np.testing.assert_allclose(draft.probs[0, row], right, atol=2e-5)
@@ -332,8 +334,11 @@ def test_logged_acceptance_is_the_overlap_of_drafts_on_the_text():
         assert float(logs["alpha"][k - 1]) == pytest.approx(np.mean(values), abs=2e-5)
 
 
-def test_greedy_text_of_a_dynamic_tree_is_the_targets_own():
-    target, drafter, params = tiny(DynamicTree(num_nodes=12, depth=4, width=3))
+@pytest.mark.parametrize(
+    "topology", [DynamicTree(num_nodes=12, depth=4, width=3), DynamicTree(4, 1, 3)]
+)
+def test_greedy_text_of_a_dynamic_tree_is_the_targets_own(topology):
+    target, drafter, params = tiny(topology)
     prompts = [[3, 1, 4], [2], [5, 6, 7, 8, 9]]
     run = generate(Model(target, drafter, GREEDY), params, prompts, max_new_tokens=12)
     step = jax.jit(lambda p, t: target.logits(p, target(p, t).hidden))

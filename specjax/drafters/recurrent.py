@@ -117,9 +117,8 @@ class Recurrent:
         slots = draft_tree.num_slots(self.tree)
         levels = max(self.tree.depth - 1, 1)
         depths = np.repeat(np.arange(levels), slots // levels).astype(np.int32)
-        outputs = jnp.pad(
-            y[:, None], ((0, 0), (0, slots), (0, 0))
-        )  # the anchor's first
+        # By slot, after the anchor's own.
+        outputs = jnp.pad(y[:, None], ((0, 0), (0, slots), (0, 0)))
 
         def step(carry, tokens, sees, level):
             cache, outputs = carry
