@@ -233,11 +233,12 @@ class Eagle3(Recurrent):
             steps=max(self.ttt_steps, self.tree.depth),
         )
         z = shared.logits(batch.hidden)
-        within = np.zeros(self.config.vocab_size, bool)
-        within[self.ids] = True
-        likely = jnp.asarray(within)[jnp.argmax(z, axis=-1)]
-        counted = batch.mask & base.shift(batch.mask & likely, 1)
-        p = jax.nn.softmax(z[..., self.ids] if self.draft_ids else z, axis=-1)
+        counted = batch.mask & base.shift(batch.mask, 1)
+        if self.draft_ids:
+            within = np.isin(np.arange(self.config.vocab_size), self.ids)
+            likely = jnp.asarray(within)[jnp.argmax(z, axis=-1)]
+            counted, z = counted & base.shift(likely, 1), z[..., self.ids]
+        p = jax.nn.softmax(z, axis=-1)
 
         ces = []
         for i, a in enumerate(outputs[: self.ttt_steps]):
