@@ -71,16 +71,23 @@ class Recurrent:
     def max_positions(self) -> int:
         return self.config.max_positions
 
-    def forward(self, params, shared, tokens, g, cache: KVCache, **where):
-        """One cached pass over pairs (g, token): outputs [B T D] and the cache."""
-        block = locate(
-            self.config,
-            tokens.shape,
-            cache,
-            where.get("ancestors"),
-            where.get("depths"),
-            where.get("behind", 0),
-        )
+    def forward(
+        self,
+        params,
+        shared,
+        pairs: tuple[Array, Array],
+        cache: KVCache,
+        *,
+        ancestors=None,
+        depths=None,
+        behind: Any = 0,
+    ):
+        """One cached pass over pairs (token, g): outputs [B T D] and the cache.
+
+        `ancestors`, `depths` and `behind` are those of `Transformer.__call__`.
+        """
+        tokens, g = pairs
+        block = locate(self.config, tokens.shape, cache, ancestors, depths, behind)
         e = shared.embed[tokens]
         y, (k, v) = self.step(params, e, g, block, (cache.k[0], cache.v[0]))
         return y, KVCache((k,), (v,), cache.length)
@@ -96,7 +103,7 @@ class Recurrent:
             shared.embed.dtype,
         )
         g = self.fuse(params, features)
-        _, cache = self.forward(params, shared, base.shift(tokens, 1), g, cache)
+        _, cache = self.forward(params, shared, (base.shift(tokens, 1), g), cache)
         fresh = jnp.minimum(lengths, P)
         at = (lengths - fresh)[:, None] + jnp.arange(P)[None]
         return State(
@@ -110,7 +117,7 @@ class Recurrent:
         rows, last = jnp.arange(anchor.shape[0]), state.num_fresh - 1
         tokens = jnp.roll(state.tokens, -1, axis=1).at[rows, last].set(anchor)
         g = self.fuse(params, state.features)
-        y, cache = self.forward(params, shared, tokens, g, state.cache)
+        y, cache = self.forward(params, shared, (tokens, g), state.cache)
         y = y[rows, last]
         cache = kv_cache.commit(cache, None, state.num_fresh)
 
@@ -122,12 +129,11 @@ class Recurrent:
 
         def step(carry, tokens, sees, level):
             cache, outputs = carry
-            parent = draft_tree.above(sees, level)
+            g = outputs[rows[:, None], draft_tree.above(sees, level)]
             y, cache = self.forward(
                 params,
                 shared,
-                tokens,
-                outputs[rows[:, None], parent],
+                (tokens, g),
                 cache,
                 ancestors=sees,
                 depths=depths,
