@@ -134,7 +134,8 @@ def _levels(tree: Tree) -> np.ndarray:
     lists = [tree.inner[depths == d] for d in range(1, tree.depth)]
     width = max(map(len, lists), default=1)
     fill = lambda nodes: np.pad(nodes, (0, width - len(nodes)), constant_values=-1)
-    return np.array([fill(nodes) for nodes in lists], np.int32).reshape(-1, width)
+    table = np.array([fill(nodes) for nodes in lists], np.int32)
+    return table.reshape(len(lists), width)
 
 
 def _grow_static(tree: Tree, logits, step, carry, sampling, keys):

@@ -71,6 +71,16 @@ def test_a_static_tree_of_likeliest_children_is_what_a_loop_over_its_nodes_makes
     assert draft.tokens[0].tolist() == right
 
 
+@pytest.mark.parametrize("topology", [Tree.full(3), DynamicTree(4, depth=1, width=3)])
+def test_a_tree_of_one_level_is_grown_without_a_pass(topology):
+    logits = jnp.asarray(path_logits(()), jnp.float32)[None]
+    keys = jax.random.split(jax.random.key(0), 1)
+    draft, carry = draft_tree.grow(topology, logits, pytest.fail, 5, GREEDY, keys)
+    best = np.argsort(-path_logits(()))[:3].tolist()
+    assert draft.tokens[0].tolist() == best and carry == 5
+    assert draft_tree.num_slots(topology) == 0
+
+
 def test_laws_of_a_grown_tree_are_those_of_its_inner_nodes():
     for parents in ((-1, 0, 0, 1, 2, 2, 4), (-1, 0, 1, 1, 2, 3), (-1, 0, 0)):
         check_laws(Tree(parents))
