@@ -47,8 +47,11 @@ def record_from(cls: Any, values: dict[str, Any]) -> Any:
         origin = typing.get_origin(hint)
         if origin is tuple and value is not None:
             return tuple(value)
-        if origin in (types.UnionType, typing.Union) and isinstance(value, list):
-            return tuple(value)
+        if origin in (types.UnionType, typing.Union):
+            records = filter(dataclasses.is_dataclass, typing.get_args(hint))
+            if isinstance(value, dict) and (record := next(records, None)):
+                return record_from(record, value)
+            return tuple(value) if isinstance(value, list) else value
         return value
 
     return cls(**{k: convert(hints[k], v) for k, v in values.items()})
