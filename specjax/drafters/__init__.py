@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from specjax.drafters import dflash, draft_model, eagle, eagle3, medusa
+from specjax.drafters import dflash, draft_model, eagle, eagle3, hydra, medusa
 from specjax.drafters.base import Drafter
 
 REGISTRY: dict[str, type[Drafter]] = {
@@ -10,6 +10,8 @@ REGISTRY: dict[str, type[Drafter]] = {
     "medusa": medusa.Medusa,
     "eagle": eagle.Eagle,
     "eagle3": eagle3.Eagle3,
+    "hydra": hydra.Hydra,
+    "hydra_plus": hydra.HydraPlus,
     "dflash": dflash.DFlash,
 }
 

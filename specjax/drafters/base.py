@@ -187,6 +187,19 @@ def cross_entropy(
     return jax.nn.logsumexp(logits, axis=-1) - chosen
 
 
+def soft_cross_entropy(
+    logits: Float[Array, "*B V"], probs: Float[Array, "*B V"]
+) -> Float[Array, "*B"]:
+    """-sum_v p_v log softmax(logits)_v: the KL from p, but for p's own entropy."""
+    return -jnp.sum(probs * jax.nn.log_softmax(logits.astype(jnp.float32)), axis=-1)
+
+
+def smooth_l1(x: Float[Array, "*B D"], y: Float[Array, "*B D"]) -> Float[Array, "*B"]:
+    """Mean over the width of d^2 / 2 where d = |x - y| < 1, else of d - 1/2."""
+    d = jnp.abs(x.astype(jnp.float32) - y.astype(jnp.float32))
+    return jnp.mean(jnp.where(d < 1, 0.5 * d * d, d - 0.5), axis=-1)
+
+
 def overlap(
     logits: Float[Array, "*B V"], target_logits: Float[Array, "*B V"]
 ) -> Float[Array, "*B"]:
