@@ -17,6 +17,7 @@ from specjax.sampling import GREEDY, Sampling
 from specjax.targets.llama import Llama
 from specjax.transformer import TransformerConfig
 from specjax.tree import DynamicTree, Tree
+from specjax.verify import Verdict
 
 TEXT = [3, 7, 1, 9, 4, 5, 11, 2]
 CONFIG = TransformerConfig(
@@ -184,6 +185,40 @@ def test_the_prefix_layer_ends_as_recorded():
     right = [0.523229, 1.782790, 0.040777, 0.844559]
     feature = kit.state(kit.drafter).feature
     np.testing.assert_allclose(feature[0, :4], right, atol=5e-5)
+
+
+def test_the_prefix_layer_reads_a_text_in_pieces():
+    """A prompt of three, then rounds that commit two tokens and three: 3, 5, 8."""
+    kit = make_kit("hydra_plus")
+    drafter, args = kit.drafter, (kit.weights, kit.shared)
+    text, f = jnp.array([TEXT]), kit.out.features
+    state = drafter.prefill(*args, text[:, :3], jnp.array([3]), f[:, :3], 32)
+    commit = jax.jit(drafter.commit)
+    for at, count in ((3, 2), (5, 3)):
+        assert state.cache.length.tolist() == [at]
+        verdict = Verdict(jnp.array([count - 1]), text[:, :4], jnp.ones(1, bool))
+        rows = jnp.arange(at, at + 4) % 8  # what follows the accepted is not read
+        state = commit(*args, state, verdict, text[:, rows], f[:, rows])
+    assert state.cache.length.tolist() == [8]
+    right = kit.state(drafter).feature
+    np.testing.assert_allclose(state.feature, right, atol=2e-5)
+
+
+def test_what_no_label_depends_on_changes_no_bit_of_the_loss(kit):
+    """Labels 3 to 5 end before position 6, where everything is overwritten."""
+    mask = (np.arange(8) >= 3) & (np.arange(8) <= 5)
+    run = jax.jit(kit.make(dropout=0.5).loss)
+    batch, late = kit.batch(mask), jnp.arange(8)[None] > 5
+    other = Batch(
+        jnp.where(late, 21, batch.tokens),
+        batch.mask,
+        jnp.where(late[..., None], 9.0, batch.features),
+        jnp.where(late[..., None], -9.0, batch.hidden),
+    )
+    ours, theirs = (
+        run(kit.weights, kit.shared, b, jax.random.key(0)) for b in (batch, other)
+    )
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
 def test_losses_are_those_recorded(kit):

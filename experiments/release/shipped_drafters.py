@@ -21,11 +21,12 @@ from specjax.commands.train import Train
 
 DATA = pathlib.Path(checkpoints.__file__).parent / "data" / "drafters"
 
-STEPS = {  # these learn slower than heads do
+STEPS = {  # these learn slower than plain heads do
     "dflash": 1000,
     "draft_model": 600,
     "eagle": 800,
     "eagle3": 600,
+    "hydra_plus": 600,
 }
 FIELDS = {"eagle3": ("ttt_steps=5",)}  # as many as it drafts, and as the paper says
 

@@ -308,14 +308,14 @@ class Hydra:
         fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
         rows, places = (jnp.arange(n) for n in shape)
         keys = jax.vmap(fold, in_axes=(0, None))(fold(key, rows), places)
-        rate = self.dropout
+        most = round((1 - self.dropout) * 2**16)  # of the 16-bit draws that keep
 
         def drop(x: Float[Array, "B T D"], i: int):
-            draw = lambda k: jax.random.bernoulli(
-                jax.random.fold_in(k, i), 1 - rate, x.shape[2:]
+            draw = lambda k: jax.random.bits(
+                jax.random.fold_in(k, i), x.shape[2:], jnp.uint16
             )
-            kept = jax.vmap(jax.vmap(draw))(keys)
-            return jnp.where(kept, x / (1 - rate), jnp.zeros_like(x))
+            kept = jax.vmap(jax.vmap(draw))(keys).astype(jnp.int32) < most
+            return jnp.where(kept, x / (1 - self.dropout), jnp.zeros_like(x))
 
         return drop
 
