@@ -23,10 +23,11 @@ where p_{t+k} is the target's law of the same token x_{t+1+k}: Hydra has w_lm = 
 Hydra++ w_teacher = 1 alone. W_k and W'_k start at zero, U_k as the target's head, all
 else as a torch linear layer does, R_k too: a head does not start as the target's.
 
-Follows the code where the paper is silent: the biases of R and U, the tied W', the
-final norm in eq. 5. Departs from both: the anchor is drawn, where their root is the
-target's argmax at any temperature, and verification is exact, where their typical
-acceptance is not (that is the rule `lossy_typical`).
+Follows the code that the public weights were trained with, also in what reads like an
+accident: later layers of a head are one (W'), R and U have biases, eq. 5 ends in a
+norm. Departs from code and paper: the anchor is drawn, where their root is the target's
+argmax at any temperature, and verification is exact, where their typical acceptance is
+not (that is the rule `lossy_typical`).
 """
 
 import dataclasses
