@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from specjax.drafters import dflash, draft_model, eagle, eagle3, hydra, medusa
+from specjax.drafters import dflash, draft_model, eagle, eagle3, hydra, medusa, mtp
 from specjax.drafters.base import Drafter
 
 REGISTRY: dict[str, type[Drafter]] = {
@@ -13,6 +13,7 @@ REGISTRY: dict[str, type[Drafter]] = {
     "hydra": hydra.Hydra,
     "hydra_plus": hydra.HydraPlus,
     "dflash": dflash.DFlash,
+    "mtp": mtp.MTP,
 }
 
 
