@@ -31,14 +31,19 @@ def flatten(params: Params) -> dict[str, np.ndarray]:
 
 
 def record_from(cls: Any, values: dict[str, Any]) -> Any:
-    """Builds a frozen dataclass, nested ones included, from its JSON form."""
+    """Builds a frozen dataclass, nested ones included, from its JSON form.
+
+    Fields that `cls` lacks may be those of a subclass, which is then built.
+    """
+    fields = lambda c: {f.name for f in dataclasses.fields(c)}
+    kinds = (cls, *cls.__subclasses__())
+    cls = next((c for c in kinds if set(values) <= fields(c)), cls)
     hints = typing.get_type_hints(cls)
-    names = {f.name for f in dataclasses.fields(cls)}
-    unknown = sorted(set(values) - names)
+    unknown = sorted(set(values) - fields(cls))
     if unknown:
         raise ValueError(
             f"{cls.__name__} has no field {', '.join(unknown)}; its fields are "
-            f"{', '.join(sorted(names))}."
+            f"{', '.join(sorted(fields(cls)))}."
         )
 
     def convert(hint, value):

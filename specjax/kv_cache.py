@@ -18,7 +18,7 @@ from specjax.typing import Array, Float, Int
 @pytree
 class KVCache:
     k: tuple[Float[Array, "B K S E"], ...]  # keys after rotary embedding, one per layer
-    v: tuple[Float[Array, "B K S E"], ...]
+    v: tuple[Float[Array, "B K S X"], ...]  # X = E; 0 where the values lie within k
     length: Int[Array, "B"]  # slots that exist, = position of the next token
 
     @property

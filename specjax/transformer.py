@@ -198,10 +198,14 @@ class Transformer(nn.Module):
         c = self.config
         normal = nn.initializers.normal(0.02)
         self.embed = self.param("embed", normal, (c.vocab_size, c.width))
-        self.layer = [Layer(c, c.window(i)) for i in range(c.num_layers)]
+        self.layer = [self.make_layer(i) for i in range(c.num_layers)]
         self.norm = RMSNorm(c.norm_eps)
         if not c.tie_embeddings:
             self.param("head", normal, (c.vocab_size, c.width))  # read by `tables`
+
+    def make_layer(self, i: int) -> nn.Module:
+        """Layer i; a stack of another kind of layers makes its own."""
+        return Layer(self.config, self.config.window(i))
 
     def __call__(
         self,

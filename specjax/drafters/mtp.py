@@ -33,13 +33,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import draft_tree, kv_cache
+from specjax import draft_tree, kv_cache, mla
 from specjax.drafters import base
 from specjax.drafters.base import Batch, Card
 from specjax.kv_cache import KVCache
 from specjax.layers import RMSNorm, dense
 from specjax.pytree import pytree
-from specjax.transformer import Block, Layer, Shared, TransformerConfig, locate
+from specjax.transformer import Block, Shared, TransformerConfig, locate
 from specjax.tree import DynamicTree, Tree
 from specjax.typing import Array, Float, Int, Params, PRNGKey
 
@@ -65,7 +65,7 @@ class Module(nn.Module):
         h = RMSNorm(c.norm_eps, name="hidden_norm")(h)
         proj = self.param("proj", nn.initializers.normal(0.02), (D, 2 * D))
         v = dense(jnp.concatenate([e, h], axis=-1), proj)
-        y, slots = Layer(c, name="layer")(v, block, slots)
+        y, slots = mla.last_layer(c, name="layer")(v, block, slots)
         return RMSNorm(c.norm_eps, name="norm")(y), y, slots
 
 
@@ -192,14 +192,8 @@ class MTP:
         c, B, P = self.config, tokens.shape[0], self.window
         # A round feeds P rows and leaves the entries of its nodes behind them.
         room = P + 2 + (draft_tree.num_slots(self.tree) if self.tree.depth > 1 else 0)
-        cache = kv_cache.init(
-            self.num_modules,
-            B,
-            c.num_kv_heads,
-            cache_size + room,
-            c.head_width,
-            features.dtype,
-        )
+        size = cache_size + room
+        cache = mla.init_cache(c, self.num_modules, B, size, features.dtype)
         h = features
         for k in range(1, self.num_modules + 1):
             e = shared.embed[base.shift(tokens, k)]

