@@ -65,6 +65,55 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return found
 
 
+def deepseek_shapes(
+    config: dict[str, Any], num_modules: int
+) -> dict[str, tuple[int, ...]]:
+    """The same of DeepSeek-V3's form, with MTP modules as further layers."""
+    c, D, H = config, config["hidden_size"], config["num_attention_heads"]
+    Rq, R, Er = c["q_lora_rank"], c["kv_lora_rank"], c["qk_rope_head_dim"]
+    En, Ev, F = c["qk_nope_head_dim"], c["v_head_dim"], c["moe_intermediate_size"]
+    found = {"lm_head.weight": (c["vocab_size"], D), "model.norm.weight": (D,)}
+    found["model.embed_tokens.weight"] = (c["vocab_size"], D)
+
+    def gates(name, width):
+        for x, shape in (
+            ("gate", (width, D)),
+            ("up", (width, D)),
+            ("down", (D, width)),
+        ):
+            found[f"{name}.{x}_proj.weight"] = shape
+
+    for i in range(c["num_hidden_layers"] + num_modules):
+        at = f"model.layers.{i}."
+        if i >= c["num_hidden_layers"]:
+            found[f"{at}eh_proj.weight"] = (D, 2 * D)
+            for x in ("enorm", "hnorm", "shared_head.norm"):
+                found[f"{at}{x}.weight"] = (D,)
+        found |= {
+            f"{at}input_layernorm.weight": (D,),
+            f"{at}post_attention_layernorm.weight": (D,),
+            f"{at}self_attn.kv_a_proj_with_mqa.weight": (R + Er, D),
+            f"{at}self_attn.kv_a_layernorm.weight": (R,),
+            f"{at}self_attn.kv_b_proj.weight": (H * (En + Ev), R),
+            f"{at}self_attn.o_proj.weight": (D, H * Ev),
+        }
+        if Rq is None:
+            found[f"{at}self_attn.q_proj.weight"] = (H * (En + Er), D)
+        else:
+            found[f"{at}self_attn.q_a_proj.weight"] = (Rq, D)
+            found[f"{at}self_attn.q_a_layernorm.weight"] = (Rq,)
+            found[f"{at}self_attn.q_b_proj.weight"] = (H * (En + Er), Rq)
+        if i < c["first_k_dense_replace"]:
+            gates(f"{at}mlp", c["intermediate_size"])
+            continue
+        found[f"{at}mlp.gate.weight"] = (c["n_routed_experts"], D)
+        found[f"{at}mlp.gate.e_score_correction_bias"] = (c["n_routed_experts"],)
+        for e in range(c["n_routed_experts"]):
+            gates(f"{at}mlp.experts.{e}", F)
+        gates(f"{at}mlp.shared_experts", F * c["n_shared_experts"])
+    return found
+
+
 def toy_tokenizer(all_bytes: bool = False) -> tokenizers.Tokenizer:
     """Byte-level BPE over lower case and digits, or over every byte there is."""
     from tokenizers.pre_tokenizers import ByteLevel

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import json
+import pathlib
 
 import folders
 import golden
@@ -60,58 +62,11 @@ CONFIG = {
 CLOSE = {"atol": 1e-4, "rtol": 0}
 
 
-def shapes(config, num_modules):
-    """Names and shapes as the released files have them."""
-    c, D, H = config, config["hidden_size"], config["num_attention_heads"]
-    Rq, R, Er = c["q_lora_rank"], c["kv_lora_rank"], c["qk_rope_head_dim"]
-    En, Ev, F = c["qk_nope_head_dim"], c["v_head_dim"], c["moe_intermediate_size"]
-    found = {"lm_head.weight": (c["vocab_size"], D), "model.norm.weight": (D,)}
-    found["model.embed_tokens.weight"] = (c["vocab_size"], D)
-
-    def gates(name, width):
-        for x, shape in (
-            ("gate", (width, D)),
-            ("up", (width, D)),
-            ("down", (D, width)),
-        ):
-            found[f"{name}.{x}_proj.weight"] = shape
-
-    for i in range(c["num_hidden_layers"] + num_modules):
-        at = f"model.layers.{i}."
-        if i >= c["num_hidden_layers"]:
-            found[f"{at}eh_proj.weight"] = (D, 2 * D)
-            for x in ("enorm", "hnorm", "shared_head.norm"):
-                found[f"{at}{x}.weight"] = (D,)
-        found |= {
-            f"{at}input_layernorm.weight": (D,),
-            f"{at}post_attention_layernorm.weight": (D,),
-            f"{at}self_attn.kv_a_proj_with_mqa.weight": (R + Er, D),
-            f"{at}self_attn.kv_a_layernorm.weight": (R,),
-            f"{at}self_attn.kv_b_proj.weight": (H * (En + Ev), R),
-            f"{at}self_attn.o_proj.weight": (D, H * Ev),
-        }
-        if Rq is None:
-            found[f"{at}self_attn.q_proj.weight"] = (H * (En + Er), D)
-        else:
-            found[f"{at}self_attn.q_a_proj.weight"] = (Rq, D)
-            found[f"{at}self_attn.q_a_layernorm.weight"] = (Rq,)
-            found[f"{at}self_attn.q_b_proj.weight"] = (H * (En + Er), Rq)
-        if i < c["first_k_dense_replace"]:
-            gates(f"{at}mlp", c["intermediate_size"])
-            continue
-        found[f"{at}mlp.gate.weight"] = (c["n_routed_experts"], D)
-        found[f"{at}mlp.gate.e_score_correction_bias"] = (c["n_routed_experts"],)
-        for e in range(c["n_routed_experts"]):
-            gates(f"{at}mlp.experts.{e}", F)
-        gates(f"{at}mlp.shared_experts", F * c["n_shared_experts"])
-    return found
-
-
 @functools.cache
 def model(num_modules=1, **change):
     """A target filled by the rule of `folders`, its modules, its states of IDS."""
     stored = CONFIG | change
-    tensors = folders.fill(shapes(stored, num_modules))
+    tensors = folders.fill(folders.deepseek_shapes(stored, num_modules))
     config = convert.config_from_hf(stored)
     params = convert.params_from_tensors(config, tensors, jnp.float32)
     weights = convert.module_params(config, tensors, jnp.float32)
@@ -135,8 +90,8 @@ def rows_of(num_modules, carry="normed", steps=1):
 
 
 def test_the_file_has_the_recorded_number_of_tensors():
-    assert len(shapes(CONFIG, 1)) == 95
-    assert len(shapes(CONFIG, 2)) == 137
+    assert len(folders.deepseek_shapes(CONFIG, 1)) == 95
+    assert len(folders.deepseek_shapes(CONFIG, 2)) == 137
 
 
 def test_rotary_frequencies_and_the_score_scale_are_those_recorded():
@@ -166,6 +121,48 @@ def test_rows_of_one_module_are_those_recorded():
     sums = logits.sum(), np.abs(logits).sum()
     np.testing.assert_allclose(sums, [-36.31318, 219.25282], atol=2e-3)
     assert logits[-1].argmax() == 21
+
+
+PARITY = pathlib.Path(__file__).parent / "parity"
+RECORDED = json.loads((PARITY / "deepseek.json").read_text())
+
+
+@pytest.mark.parametrize("case", RECORDED["cases"])
+def test_parity_with_transformers(case):
+    """Other shapes and switches, configs as transformers wrote them, its drafts."""
+    recorded, arrays = RECORDED["cases"][case], np.load(PARITY / "deepseek.npz")
+    tensors = folders.fill(folders.deepseek_shapes(recorded, 3))
+    config = convert.config_from_hf(recorded)
+    assert convert.config_from_hf(convert.config_to_hf(config)) == config
+    params = convert.params_from_tensors(config, tensors, jnp.float32)
+    target, ids = convert.target_of(config), jnp.array([RECORDED["ids"]])
+    out = target(params, ids, taps=tuple(range(config.num_layers + 1)))
+    logits = target.logits(params, out.hidden)[0]
+    np.testing.assert_allclose(logits, arrays[f"{case}.logits"], atol=3e-5)
+    states = np.stack(np.split(out.features[0], config.num_layers + 1, axis=-1))
+    np.testing.assert_allclose(states[..., :4], arrays[f"{case}.hidden"], atol=3e-5)
+
+    weights = convert.module_params(config, tensors, jnp.float32)
+    drafter = MTP.for_target(config, None, num_modules=3, gamma=3)
+    shared, (n, drafts) = (
+        target.shared(params),
+        (ids.shape[1], arrays[f"{case}.drafts"]),
+    )
+    state = drafter.prefill(weights, shared, ids, jnp.array([n]), out.hidden, 24)
+    anchor, keys = jnp.array([int(drafts[0])]), jax.random.split(jax.random.key(0), 1)
+    ours, _ = jax.jit(drafter.draft, static_argnums=4)(
+        weights, shared, state, anchor, GREEDY, keys
+    )
+    assert ours.tokens[0].tolist() == drafts[1:].tolist()
+    # The same rows over the text with its drafts: the last one of each depth.
+    text = jnp.concatenate([ids, jnp.asarray(drafts, jnp.int32)[None]], axis=1)
+    rows = jnp.pad(out.hidden, ((0, 0), (0, len(drafts)), (0, 0)))
+    for g, right in zip(
+        drafter.steps(weights, shared, text, rows, 3),
+        arrays[f"{case}.draft_logits"],
+        strict=True,
+    ):
+        np.testing.assert_allclose(shared.logits(g)[0, n - 1], right, atol=3e-5)
 
 
 SECOND = {
@@ -392,7 +389,7 @@ def test_greedy_text_is_the_targets_own(topology):
 
 
 def write(tmp_path, num_modules=1, change=None, **fields):
-    tensors = folders.fill(shapes(CONFIG | fields, num_modules))
+    tensors = folders.fill(folders.deepseek_shapes(CONFIG | fields, num_modules))
     if change:
         change(tensors)
     return folders.write(tmp_path / "m", CONFIG | fields, tensors)
@@ -404,7 +401,7 @@ def test_a_saved_folder_is_the_one_that_was_read(tmp_path):
     again = targets.from_folder(tmp_path / "again")
     assert again.target == first.target
     stored = convert.tensors_from_params(first.target.config, first.params)
-    right = folders.fill(shapes(CONFIG, 1))
+    right = folders.fill(folders.deepseek_shapes(CONFIG, 1))
     assert set(right) - set(stored) == {n for n in right if ".layers.2." in n}
     for name, tensor in stored.items():
         np.testing.assert_array_equal(tensor, right[name])
@@ -430,7 +427,7 @@ def test_interleaved_rows_go_in_and_out_in_order():
 
 def test_copies_of_the_tables_in_a_module_must_be_the_targets_own(tmp_path):
     config = convert.config_from_hf(CONFIG)
-    tensors = folders.fill(shapes(CONFIG, 1))
+    tensors = folders.fill(folders.deepseek_shapes(CONFIG, 1))
     head = "model.layers.2.shared_head.head.weight"
     tensors[head] = tensors["lm_head.weight"]
     plain = convert.module_params(config, tensors, jnp.float32)
