@@ -27,6 +27,7 @@ KEYS = jax.random.split(jax.random.key(0), 1)
 def models(seed=1, **fields):
     """A tiny target, its states of TEXT, and modules with no weight at zero."""
     target, params = testing.tiny_target()
+    fields = {"unroll": None, "decay": 1.0} | fields
     drafter, weights = testing.tiny_drafter("mtp", target, params, **fields)
     weights = testing.perturb(weights, seed, 0.3)
     states = target(params, jnp.array([TEXT]), taps=(-1,)).features
@@ -296,6 +297,13 @@ def test_a_round_of_one_token_is_the_first_step_alone():
     _, logits = transcribed(drafter, weights, shared, states[0], TEXT, 8, 1)
     law = np.exp(logits[0]) / np.exp(logits[0]).sum()
     np.testing.assert_allclose(draft.probs[0, 0], law, atol=2e-5)
+
+
+def test_a_module_made_for_a_target_is_trained_for_the_whole_draft():
+    config = testing.tiny_target()[0].config
+    assert MTP.for_target(config, None).unroll == 4
+    assert MTP.for_target(config, None, gamma=2, num_modules=3).unroll == 3
+    assert MTP.for_target(config, None, unroll=1).unroll == 1
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ STEPS = {  # these learn slower than plain heads do
     "eagle": 800,
     "eagle3": 600,
     "hydra_plus": 600,
+    "mtp": 600,
 }
 FIELDS = {"eagle3": ("ttt_steps=5",)}  # as many as it drafts, and as the paper says
 

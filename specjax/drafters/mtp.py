@@ -108,10 +108,18 @@ class MTP:
 
     @classmethod
     def for_target(cls, config: TransformerConfig, mask_token_id, **fields):
-        """One module, a layer of the target's shape that sees all keys."""
+        """One module, a layer of the target's shape that sees all keys.
+
+        It is trained for as many steps as are drafted: with eq. 4 alone, `unroll=None`
+        and `decay=1`, a module of the tiny target is right more often at step 1 (0.83
+        against 0.76) and seldom past it (0.54, 0.27, 0.12 against 0.77, 0.76, 0.75).
+        """
         del mask_token_id
         layer = dataclasses.replace(config, num_layers=1, windows=())
-        values: dict[str, Any] = {"config": layer} | fields
+        values: dict[str, Any] = {"config": layer, "decay": 0.8} | fields
+        if "unroll" not in fields:
+            drafted = values.get("gamma", cls.gamma)
+            values["unroll"] = max(drafted, values.get("num_modules", 1))
         return cls(**values)
 
     @property
