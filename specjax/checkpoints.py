@@ -16,8 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import drafters
-from specjax.transformer import Shared
+from specjax import drafters, targets
+from specjax.drafters.mtp import MTP
+from specjax.mla import DeepSeekConfig
+from specjax.targets import convert
+from specjax.transformer import Shared, TransformerConfig
 from specjax.typing import Params
 
 
@@ -133,6 +136,19 @@ def load(
         )
     arrays = [jnp.asarray(tensors[p], dtype) for p in paths]
     return name, drafter, jax.tree_util.tree_unflatten(structure, arrays)
+
+
+def inside(
+    folder: str | pathlib.Path, config: TransformerConfig, dtype: Any = jnp.float32
+) -> tuple[str, MTP, Params] | None:
+    """The MTP modules that a target's own folder holds; None if there are none."""
+    folder = pathlib.Path(folder)
+    if not isinstance(config, DeepSeekConfig) or not folder.is_dir():
+        return None
+    params = convert.module_params(config, targets.read_tensors(folder), dtype)
+    if not params:
+        return None
+    return "mtp", MTP.for_target(config, None, num_modules=len(params)), params
 
 
 def shipped(target: str) -> dict[str, pathlib.Path]:

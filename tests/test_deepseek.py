@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from specjax import checkpoints, mla, targets, testing
+from specjax.commands import common
 from specjax.drafters.mtp import MTP
 from specjax.generate import Model, Weights, autoregressive, generate
 from specjax.mla import DeepSeekConfig
@@ -388,10 +389,8 @@ def test_greedy_text_is_the_targets_own(topology):
     assert ours.tokens == other.tokens
 
 
-def write(tmp_path, num_modules=1, change=None, **fields):
+def write(tmp_path, num_modules=1, **fields):
     tensors = folders.fill(folders.deepseek_shapes(CONFIG | fields, num_modules))
-    if change:
-        change(tensors)
     return folders.write(tmp_path / "m", CONFIG | fields, tensors)
 
 
@@ -437,6 +436,21 @@ def test_copies_of_the_tables_in_a_module_must_be_the_targets_own(tmp_path):
     tensors[head] = 2 * tensors[head]
     with pytest.raises(NotImplementedError, match=f"{head} differs from lm_head"):
         convert.module_params(config, tensors, jnp.float32)
+
+
+def test_the_modules_of_a_targets_folder_are_its_drafter(tmp_path):
+    """By the name `mtp`, on a target that is named by its folder."""
+    folder = write(tmp_path, num_modules=2, num_nextn_predict_layers=2)
+    pretrained = targets.from_folder(folder)
+    name, drafter, weights = common.load_drafter("mtp", str(folder), pretrained)
+    assert (name, drafter.num_modules, drafter.gamma) == ("mtp", 2, 4)
+    _, _, right, _ = model(2)
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, weights, right)))
+    with pytest.raises(FileNotFoundError, match="no trained medusa"):
+        common.load_drafter("medusa", str(folder), pretrained)
+    bare = folders.fill(folders.deepseek_shapes(CONFIG, 0))
+    folder = folders.write(tmp_path / "bare", CONFIG, bare)
+    assert checkpoints.inside(folder, pretrained.target.config) is None
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def parse_fields(pairs: tuple[str, ...]) -> dict[str, Any]:
 
 
 def load_drafter(spec: str, target_name: str, pretrained: Any):
-    """A shipped drafter by its name, or any by its folder."""
+    """A shipped drafter by its name, any by its folder, `mtp` of the target's own."""
     from specjax import checkpoints, drafters
 
     shipped = checkpoints.shipped(target_name)
@@ -46,6 +46,9 @@ def load_drafter(spec: str, target_name: str, pretrained: Any):
         if not (folder / "drafter.json").is_file() and inside.is_dir():
             folder = inside
     else:
+        config, dtype = pretrained.target.config, pretrained.dtype
+        if spec == "mtp" and (own := checkpoints.inside(target_name, config, dtype)):
+            return own
         drafters.get(spec)  # an unknown name says which are known
         raise FileNotFoundError(
             f"no trained {spec} for target {target_name!r} is shipped "

@@ -77,7 +77,7 @@ def from_folder(
         raise FileNotFoundError(f"{folder} has no config.json; is it a model folder?")
     stored = read_json(folder / "config.json")
     config = convert.config_from_hf(stored)
-    params = convert.params_from_tensors(config, _tensors(folder), dtype)
+    params = convert.params_from_tensors(config, read_tensors(folder), dtype)
     tokenizer = Tokenizer.from_folder(folder)
     if tokenizer.vocab_size > config.vocab_size:
         raise ValueError(
@@ -107,7 +107,8 @@ def _stops(tokenizer: Tokenizer, ids: list[int]) -> tuple[int, ...]:
     return tuple(sorted({*ids, *([] if end is None else [end])}))
 
 
-def _tensors(folder: pathlib.Path) -> dict[str, np.ndarray]:
+def read_tensors(folder: pathlib.Path) -> dict[str, np.ndarray]:
+    """Every stored tensor of a model folder, under its name."""
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
@@ -258,5 +259,6 @@ __all__ = [
     "from_folder",
     "from_gguf",
     "load",
+    "read_tensors",
     "save_pretrained",
 ]

@@ -333,7 +333,8 @@ def module_params(
             ("shared_head.head.weight", "lm_head.weight"),
         ):
             stored = mine.pop(name + copy, None)
-            if stored is not None and not np.array_equal(stored, tensors[table]):
+            own = tensors.get(table, tensors["model.embed_tokens.weight"])
+            if stored is not None and not np.array_equal(stored, own):
                 raise NotImplementedError(
                     f"{name}{copy} differs from {table}; only a module that shares the "
                     "target's tables is read."
