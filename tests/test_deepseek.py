@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_conformance as battery
 
 from specjax import checkpoints, mla, targets, testing
 from specjax.commands import common
@@ -387,6 +388,42 @@ def test_greedy_text_is_the_targets_own(topology):
     ours = generate(model, weights, prompts, max_new_tokens=17)
     other = generate(autoregressive(model), weights, prompts, max_new_tokens=17)
     assert ours.tokens == other.tokens
+
+
+@pytest.fixture(scope="module")
+def kit():
+    """The battery's kit of `mtp` with a module of latent attention and experts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(testing, "tiny_target", tiny)
+        return battery.Kit("mtp")
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        battery.test_a_state_keeps_its_shapes_and_dtypes_over_a_round,
+        battery.test_rows_are_independent_of_their_place_neighbours_and_padding,
+        battery.test_padding_and_masked_rows_do_not_change_the_loss,
+        battery.test_a_few_adam_steps_lower_the_loss,
+        battery.test_every_method_works_on_shapes_alone_and_in_bf16,
+        battery.test_greedy_text_is_the_targets_own,
+    ],
+)
+def test_the_battery_holds_for_the_family(kit, check):
+    check(kit)
+
+
+def test_commit_equals_prefill_for_the_family(kit):
+    battery.test_commit_equals_prefill_of_the_longer_text(kit, (0, 1, 2))
+    battery.test_commit_equals_prefill_of_the_longer_text(kit, (99, 99, 99))
+
+
+def test_gradients_reach_every_weight_but_the_routers_bias(kit):
+    _, _, grads, target = kit.loss(kit.batch())
+    leaves = jax.tree_util.tree_leaves_with_path(grads)
+    still = [jax.tree_util.keystr(p) for p, g in leaves if not np.any(g != 0)]
+    assert [name.split("'")[-2] for name in still] == ["router_bias"]
+    assert not any(np.any(g != 0) for g in jax.tree.leaves(target))
 
 
 def write(tmp_path, num_modules=1, **fields):
