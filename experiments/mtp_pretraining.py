@@ -17,7 +17,7 @@ the module dropped) and 85 to 90 % acceptance of the second token; it compares w
 module added afterwards. Here are under a million weights on a few hundred thousand
 tokens: a check of the code and of signs, not of sizes.
 
-    python experiments/mtp_pretraining.py        15 minutes on 2 cores
+    python experiments/mtp_pretraining.py        10 minutes on 2 cores
 """
 
 import dataclasses
@@ -47,12 +47,12 @@ SWITCH = 10 / 14.8  # share of the tokens at the first weight
 @dataclasses.dataclass(frozen=True)
 class Config:
     writer: str = "tiny"  # the target that writes the texts
-    num_chats: int = 3072
+    num_chats: int = 2048
     num_held_out: int = 256
     length: int = 128  # tokens of a text
     width: int = 96
     num_layers: int = 4
-    steps: int = 400
+    steps: int = 200
     batch_size: int = 16  # texts a step
     learning_rate: float = 4e-3
     weights: tuple[float, float] = (0.3, 0.1)  # of the module's loss
