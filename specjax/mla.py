@@ -15,7 +15,7 @@ U_kv = [U_k; U_v] is linear, nothing is ever expanded over the cached tokens:
     qn . kn = (U_k^T qn) . c,    sum_t w_t v_t = U_v (sum_t w_t c_t)                 (5)
 
 which is attention with one key head of R + Er numbers, its values the first R. A prompt
-costs more products so, but a round is bound by reading the cache.
+takes more products this way, but a round is bound by reading the cache.
 
 Experts: s_i = sigmoid(w_i . m) in float32; s_i + b_i chooses, first the groups with the
 largest sum of their two best, then the experts in them; s_i weighs:
