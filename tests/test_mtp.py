@@ -297,6 +297,10 @@ def test_a_round_of_one_token_is_the_first_step_alone():
     _, logits = transcribed(drafter, weights, shared, states[0], TEXT, 8, 1)
     law = np.exp(logits[0]) / np.exp(logits[0]).sum()
     np.testing.assert_allclose(draft.probs[0, 0], law, atol=2e-5)
+    wide = dataclasses.replace(drafter, topology=Tree((-1, 0, 0, 0)))
+    state = read(wide, weights, shared, states)
+    tokens = propose(wide, weights, shared, state, 8).tokens[0].tolist()
+    assert tokens == np.argsort(-logits[0])[:3].tolist()
 
 
 def test_a_module_made_for_a_target_is_trained_for_the_whole_draft():
