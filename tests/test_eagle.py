@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from specjax import testing
-from specjax.drafters import eagle
+from specjax.drafters import base, eagle
 from specjax.drafters.base import Batch
 from specjax.drafters.eagle import Eagle
 from specjax.generate import Model, Weights, advance, finish, generate, start
@@ -129,7 +129,7 @@ def test_losses_are_those_recorded(noise, right):
 
 
 def test_smooth_l1_by_hand():
-    d = eagle.smooth_l1(jnp.array([0.0, 0.5, 1.0, -3.0]), jnp.zeros(4))
+    d = base.smooth_l1(jnp.array([[0.0], [0.5], [1.0], [-3.0]]), jnp.zeros((4, 1)))
     assert d.tolist() == [0.0, 0.125, 0.5, 2.5]
 
 

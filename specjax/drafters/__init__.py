@@ -8,12 +8,12 @@ from specjax.drafters.base import Drafter
 REGISTRY: dict[str, type[Drafter]] = {
     "draft_model": draft_model.DraftModel,
     "medusa": medusa.Medusa,
-    "eagle": eagle.Eagle,
-    "eagle3": eagle3.Eagle3,
     "hydra": hydra.Hydra,
     "hydra_plus": hydra.HydraPlus,
-    "dflash": dflash.DFlash,
+    "eagle": eagle.Eagle,
+    "eagle3": eagle3.Eagle3,
     "mtp": mtp.MTP,
+    "dflash": dflash.DFlash,
 }
 
 

@@ -214,3 +214,10 @@ THIN = 8  # acceptance is estimated from every 8th position: a softmax a head is
 def shift(x: Array, by: int) -> Array:
     """x[:, t + by] at t; the end is filled with zeros (False)."""
     return jnp.concatenate([x[:, by:], jnp.zeros_like(x[:, :by])], axis=1)
+
+
+def place_keys(key: PRNGKey, shape: tuple[int, ...]) -> Array:
+    """A key for each row and place [B T]: padding changes no other place's draws."""
+    fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
+    rows, places = (jnp.arange(n) for n in shape)
+    return jax.vmap(fold, in_axes=(0, None))(fold(key, rows), places)

@@ -36,13 +36,7 @@ import jax.numpy as jnp
 
 from specjax.drafters import base
 from specjax.drafters.base import Batch, Card
-from specjax.drafters.recurrent import (
-    Recurrent,
-    check,
-    check_target,
-    layer_of,
-    soft_cross_entropy,
-)
+from specjax.drafters.recurrent import Recurrent, check, check_target, layer_of
 from specjax.layers import dense
 from specjax.transformer import Layer, Shared, TransformerConfig, locate
 from specjax.tree import DynamicTree, Tree
@@ -149,10 +143,10 @@ class Eagle(Recurrent):
         y = self.unroll(params, shared, batch.tokens, noisy, every=1, steps=1)[0]
         feature, hidden = base.shift(batch.features, 1), base.shift(batch.hidden, 1)
         wanted = batch.mask & base.shift(batch.mask, 1)
-        regression = jnp.mean(smooth_l1(y, feature), axis=-1)
+        regression = base.smooth_l1(y, feature)
         p = jax.nn.softmax(shared.logits(hidden), axis=-1)
         v = base.masked_mean(regression, wanted)
-        ce = base.masked_mean(soft_cross_entropy(shared.logits(y), p), wanted)
+        ce = base.masked_mean(base.soft_cross_entropy(shared.logits(y), p), wanted)
 
         frozen, every = jax.lax.stop_gradient(params), base.THIN
         drafts = self.unroll(
@@ -170,20 +164,13 @@ class Eagle(Recurrent):
         } | logs
 
 
-def smooth_l1(x: Float[Array, "*B D"], y: Float[Array, "*B D"]) -> Array:
-    """d^2 / 2 below 1 and d - 1/2 above it, d = |x - y|; float32."""
-    d = jnp.abs(x.astype(jnp.float32) - y.astype(jnp.float32))
-    return jnp.where(d < 1, 0.5 * d * d, d - 0.5)
-
-
 def draw_noise(key: PRNGKey, batch: Batch, noise: float) -> Float[Array, "B T D"]:
     """Uniform noise for the features, +-(noise / 2) at a text of 512 tokens.
 
     Each place has its own key, so that padding changes no text's noise.
     """
     B, T, D = batch.features.shape
-    fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
-    keys = jax.vmap(fold, in_axes=(0, None))(fold(key, jnp.arange(B)), jnp.arange(T))
+    keys = base.place_keys(key, (B, T))
     dtype = batch.features.dtype
     draw = lambda k: jax.random.uniform(k, (D,), dtype, minval=-0.5, maxval=0.5)
     place = jnp.where(batch.mask, jnp.arange(1, T + 1)[None], 1)

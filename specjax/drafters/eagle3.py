@@ -41,13 +41,7 @@ import numpy as np
 from specjax import draft_vocab
 from specjax.drafters import base
 from specjax.drafters.base import Batch, Card
-from specjax.drafters.recurrent import (
-    Recurrent,
-    check,
-    check_target,
-    layer_of,
-    soft_cross_entropy,
-)
+from specjax.drafters.recurrent import Recurrent, check, check_target, layer_of
 from specjax.layers import GatedMLP, RMSNorm, dense
 from specjax.transformer import Attention, Shared, TransformerConfig, locate
 from specjax.tree import DynamicTree, Tree
@@ -243,7 +237,7 @@ class Eagle3(Recurrent):
         ces = []
         for i, a in enumerate(outputs[: self.ttt_steps]):
             logits = self.draft_logits(params, shared, a)
-            ce = soft_cross_entropy(logits, base.shift(p, 1 + i))
+            ce = base.soft_cross_entropy(logits, base.shift(p, 1 + i))
             ces.append(base.masked_mean(ce, base.shift(counted, i)))
         ce = jnp.stack(ces)
         weights = self.decay ** jnp.arange(len(ces), dtype=jnp.float32)

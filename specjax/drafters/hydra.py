@@ -306,9 +306,7 @@ class Hydra:
         """Dropout whose draws depend on a position's row and place alone."""
         if not self.dropout:
             return keep
-        fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
-        rows, places = (jnp.arange(n) for n in shape)
-        keys = jax.vmap(fold, in_axes=(0, None))(fold(key, rows), places)
+        keys = base.place_keys(key, shape)
         most = round((1 - self.dropout) * 2**16)  # of the 16-bit draws that keep
 
         def drop(x: Float[Array, "B T D"], i: int):

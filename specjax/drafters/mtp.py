@@ -33,23 +33,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import draft_tree, kv_cache, mla
+from specjax import draft_tree, mla
 from specjax.drafters import base
 from specjax.drafters.base import Batch, Card
+from specjax.drafters.recurrent import State, append, read_text
 from specjax.kv_cache import KVCache
 from specjax.layers import RMSNorm, dense
-from specjax.pytree import pytree
 from specjax.transformer import Block, Shared, TransformerConfig, locate
 from specjax.tree import DynamicTree, Tree
 from specjax.typing import Array, Float, Int, Params, PRNGKey
-
-
-@pytree
-class State:
-    cache: KVCache  # a layer a module; the rows before those that are fed again
-    tokens: Int[Array, "B P"]  # the last committed tokens, oldest first, then zeros
-    features: Float[Array, "B P D"]  # h^0 at each of them
-    num_fresh: Int[Array, "B"]  # how many of the P there are
 
 
 class Module(nn.Module):
@@ -206,13 +198,7 @@ class MTP:
         for k in range(1, self.num_modules + 1):
             e = shared.embed[base.shift(tokens, k)]
             _, h, cache = self.module(params, k, h, e, cache)
-        empty = State(
-            cache=cache,
-            tokens=jnp.zeros((B, P), jnp.int32),
-            features=jnp.zeros((B, P, c.width), features.dtype),
-            num_fresh=jnp.zeros((B,), jnp.int32),
-        )
-        return _append(empty, tokens, features, lengths)
+        return read_text(cache, P, tokens, features, lengths)
 
     def draft(self, params, shared: Shared, state: State, anchor, sampling, keys):
         logits, ends, cache = self._first_step(params, shared, state, anchor)
@@ -260,8 +246,7 @@ class MTP:
         """
         cache, known = carry
         D, (B, W), M = self.num_modules, tokens.shape, sees.shape[2]
-        above = jnp.where(jnp.arange(M) < level * W, jnp.arange(M) + 1, 0)
-        above = jnp.max(jnp.where(sees, above[None, None], 0), axis=2)  # 0: the anchor
+        above = draft_tree.above(sees, level)  # 0: the anchor
         h = known[jnp.arange(B)[:, None], above]  # [B W D Width]
         e = shared.embed[tokens]
         depths = np.repeat(np.arange(M // W), W).astype(np.int32)
@@ -292,7 +277,7 @@ class MTP:
 
     def commit(self, params, shared, state: State, verdict, tokens, features) -> State:
         del params, shared
-        return _append(state, tokens, features, verdict.num_committed)
+        return append(state, tokens, features, verdict.num_committed)
 
     def loss(self, params, shared: Shared, batch: Batch, key: PRNGKey):
         """Eq. 4, each step averaged over the rows whose label is to be learned."""
@@ -317,33 +302,3 @@ class MTP:
         ce, stack = jnp.stack(ces), lambda xs: jnp.stack(xs, axis=-1)
         logs = base.acceptance(stack(accepted), stack(known))
         return self.weight * jnp.sum(ce * (w / w.sum())), {"ce": ce} | logs
-
-
-def _append(
-    state: State,
-    tokens: Int[Array, "B N"],
-    features: Float[Array, "B N D"],
-    count: Int[Array, "B"],
-) -> State:
-    """Takes in the first `count` of new tokens; the last P of all are fresh then."""
-    P, N = state.tokens.shape[1], tokens.shape[1]
-    total = state.num_fresh + count
-    fresh = jnp.minimum(total, P)
-    slot = jnp.arange(P, dtype=jnp.int32)[None]
-    at = (total - fresh)[:, None] + slot  # among the old ones, then the new ones
-    new = at - state.num_fresh[:, None]
-    rows = jnp.arange(tokens.shape[0])[:, None]
-
-    def pick(old, added):
-        old = old[rows, jnp.minimum(at, P - 1)]
-        added = added[rows, jnp.clip(new, 0, N - 1)]
-        spread = lambda x: x.reshape(*x.shape, *(1,) * (old.ndim - 2))
-        kept = jnp.where(spread(new >= 0), added, old)
-        return jnp.where(spread(slot < fresh[:, None]), kept, jnp.zeros_like(kept))
-
-    return State(
-        cache=kv_cache.commit(state.cache, None, total - fresh),
-        tokens=pick(state.tokens, tokens),
-        features=pick(state.features, features),
-        num_fresh=fresh,
-    )

@@ -1,5 +1,7 @@
 """What EAGLE-1 and EAGLE-3 share: a layer that drafts on its own outputs.
 
+MTP, which chains several layers, shares the state alone.
+
 The pair (feature of x_t, x_{t+1}) stands at position t and its output says what follows
 x_{t+1}. A drafted pair holds the drafter's own output instead of a feature; once the
 target has judged the tokens they are fed again with its true features. A pass always
@@ -7,6 +9,7 @@ feeds the last depth + 1 pairs of the text, which is what a round may have commi
 a state depends on the text alone, and a round costs one pass a level.
 """
 
+import abc
 import dataclasses
 from typing import Any
 
@@ -40,7 +43,7 @@ class State:
     num_fresh: Int[Array, "B"]
 
 
-class Recurrent:
+class Recurrent(abc.ABC):
     """Drafting on its own outputs, as EAGLE-1 and EAGLE-3 do.
 
     A subclass is a frozen dataclass with the fields below and says what a target
@@ -52,16 +55,16 @@ class Recurrent:
     gamma: int
     topology: Tree | DynamicTree | None
 
-    def fuse(self, params, features: Array) -> Array:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def fuse(self, params, features: Array) -> Array: ...
 
+    @abc.abstractmethod
     def step(
         self, params, e: Array, g: Array, block: Block, slots
-    ) -> tuple[Array, Any]:
-        raise NotImplementedError
+    ) -> tuple[Array, Any]: ...
 
-    def logits(self, params, shared: Shared, y: Array) -> Array:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def logits(self, params, shared: Shared, y: Array) -> Array: ...
 
     @property
     def tree(self) -> Tree | DynamicTree:
@@ -104,14 +107,7 @@ class Recurrent:
         )
         g = self.fuse(params, features)
         _, cache = self.forward(params, shared, (base.shift(tokens, 1), g), cache)
-        fresh = jnp.minimum(lengths, P)
-        at = (lengths - fresh)[:, None] + jnp.arange(P)[None]
-        return State(
-            cache=kv_cache.commit(cache, None, lengths - fresh),
-            tokens=_window(tokens, at, fresh),
-            features=_window(features, at, fresh),
-            num_fresh=fresh,
-        )
+        return read_text(cache, P, tokens, features, lengths)
 
     def draft(self, params, shared, state: State, anchor, sampling, keys):
         rows, last = jnp.arange(anchor.shape[0]), state.num_fresh - 1
@@ -152,20 +148,8 @@ class Recurrent:
         return draft, dataclasses.replace(state, cache=cache)
 
     def commit(self, params, shared, state: State, verdict, tokens, features) -> State:
-        """Shifts the window; the pairs that leave it were fed by this round's draft."""
         del params, shared
-        (_, P), old = state.tokens.shape, state.num_fresh
-        total = old + verdict.num_committed
-        fresh = jnp.minimum(total, P)
-        at = (total - fresh)[:, None] + jnp.arange(P)[None]
-        at = jnp.where(at < old[:, None], at, P + at - old[:, None])
-        join = lambda x, y: jnp.concatenate([x, y.astype(x.dtype)], axis=1)
-        return State(
-            cache=kv_cache.commit(state.cache, None, total - fresh),
-            tokens=_window(join(state.tokens, tokens), at, fresh),
-            features=_window(join(state.features, features), at, fresh),
-            num_fresh=fresh,
-        )
+        return append(state, tokens, features, verdict.num_committed)
 
     def unroll(
         self,
@@ -205,18 +189,49 @@ class Recurrent:
         return base.acceptance(stack(accepted), stack(known))
 
 
-def _window(x: Array, at: Int[Array, "B P"], fresh: Int[Array, "B"]) -> Array:
-    """x[:, at] for the first `fresh` of a row, zeros after them."""
-    real = jnp.arange(at.shape[1])[None] < fresh[:, None]
-    x = x[jnp.arange(len(x))[:, None], jnp.minimum(at, x.shape[1] - 1)]
-    return jnp.where(real.reshape(*real.shape, *(1,) * (x.ndim - 2)), x, 0)
+def append(
+    state: State,
+    tokens: Int[Array, "B N"],
+    features: Float[Array, "B N MD"],
+    count: Int[Array, "B"],
+) -> State:
+    """Takes in the first `count` of new tokens; the last P of all are fresh then.
+
+    The cache must hold the pairs that leave the window.
+    """
+    P, N = state.tokens.shape[1], tokens.shape[1]
+    total = state.num_fresh + count
+    fresh = jnp.minimum(total, P)
+    slot = jnp.arange(P, dtype=jnp.int32)[None]
+    at = (total - fresh)[:, None] + slot  # among the old ones, then the new ones
+    new = at - state.num_fresh[:, None]
+    rows = jnp.arange(tokens.shape[0])[:, None]
+
+    def pick(old, added):
+        old = old[rows, jnp.minimum(at, P - 1)]
+        added = added[rows, jnp.clip(new, 0, N - 1)].astype(old.dtype)
+        widen = lambda x: x.reshape(*x.shape, *(1,) * (old.ndim - 2))
+        kept = jnp.where(widen(new >= 0), added, old)
+        return jnp.where(widen(slot < fresh[:, None]), kept, jnp.zeros_like(kept))
+
+    return State(
+        cache=kv_cache.commit(state.cache, None, total - fresh),
+        tokens=pick(state.tokens, tokens),
+        features=pick(state.features, features),
+        num_fresh=fresh,
+    )
 
 
-def soft_cross_entropy(
-    logits: Float[Array, "*B V"], p: Float[Array, "*B V"]
-) -> Float[Array, "*B"]:
-    """-sum p log softmax(logits), nats."""
-    return jax.nn.logsumexp(logits, axis=-1) - jnp.sum(p * logits, axis=-1)
+def read_text(cache: KVCache, P: int, tokens, features, lengths) -> State:
+    """The state after the first `lengths` tokens, whose pairs are in the cache."""
+    B = tokens.shape[0]
+    empty = State(
+        cache=cache,
+        tokens=jnp.zeros((B, P), jnp.int32),
+        features=jnp.zeros((B, P, features.shape[2]), features.dtype),
+        num_fresh=jnp.zeros((B,), jnp.int32),
+    )
+    return append(empty, tokens, features, lengths)
 
 
 def layer_of(config: TransformerConfig) -> TransformerConfig:
