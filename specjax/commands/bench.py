@@ -9,13 +9,17 @@ from typing import Any
 
 from specjax.commands import common
 
+# A language model, heads, a layer on the target's features, a block.
+KINDS = ("draft_model", "medusa", "eagle", "dflash")
+
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
     """Measure drafters on held-out prompts: tau, acceptance, cost, speedup, law."""
 
     target: str = "tiny"  # tiny, smollm2-135m, a hub id or a folder
-    drafters: str = ""  # names or folders, comma-separated; all shipped ones if empty
+    # Names or folders, comma-separated, or "all" that are shipped; one a kind if empty.
+    drafters: str = ""
     tasks: str = "code,math,chat"  # of the shipped prompts
     prompts: pathlib.Path | None = None  # .jsonl with `turns` or `prompt` instead
     temperature: tuple[float, ...] = (0.0, 1.0)
@@ -61,8 +65,10 @@ class Bench:
             rule=self.rule,
             timing_repeats=3 if self.quick else 5,
         )
-        names = self.drafters.split(",") if self.drafters else []
-        names = names or list(checkpoints.shipped(self.target))
+        shipped = list(checkpoints.shipped(self.target))
+        names = [n for n in shipped if n in KINDS] or shipped
+        if self.drafters:
+            names = shipped if self.drafters == "all" else self.drafters.split(",")
         if not names:
             raise FileNotFoundError(
                 f"no drafter is shipped for target {self.target!r}; train one with "
