@@ -8,6 +8,7 @@ that sharded code runs.
 import os
 import re
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 
 FLAGS = (
@@ -16,6 +17,11 @@ FLAGS = (
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
 )
+if version("jaxlib").startswith("0.10."):  # XLA ends a process at a flag it has lost
+    FLAGS += (
+        "--xla_cpu_use_fusion_emitters=false",
+        "--xla_cpu_parallel_codegen_split_count=1",
+    )
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 

@@ -35,11 +35,17 @@ from specjax.verify import Verdict
 SAMPLED = Sampling()
 SLOTS, WIDTH = 40, 20  # cache slots; longest text
 NAMES = list(drafters.REGISTRY)
-# `specjax certify` checks all of them; here one that goes step by step and one block.
-OFTEN = ("draft_model", "medusa")
-CERTIFIED = [
-    pytest.param(n, marks=[] if n in OFTEN else pytest.mark.slow) for n in NAMES
-]
+
+
+def often(*names):
+    """All names; those not given are tested with the slow tests, which CI runs too."""
+    marks = lambda n: [] if n in names else pytest.mark.slow
+    return pytest.mark.parametrize(
+        "name", [pytest.param(n, marks=marks(n)) for n in NAMES]
+    )
+
+
+STEP_BY_STEP = ("draft_model", "hydra", "eagle", "mtp")  # one a way to keep a path
 TEXTS = jnp.asarray(np.random.default_rng(0).integers(0, 22, (3, WIDTH)), jnp.int32)
 
 
@@ -333,7 +339,7 @@ def test_the_battery_sees_a_draft_model_that_lost_a_token():
         test_commit_equals_prefill_of_the_longer_text(kit, (99, 99, 99))
 
 
-@pytest.mark.parametrize("name", CERTIFIED)
+@often("medusa")  # `specjax certify` does it for all
 def test_every_rule_keeps_the_targets_law_on_a_drafters_real_drafts(name):
     """All random draws summed over, on a chain, a tree and a dynamic tree."""
     settings = {"truncated": Sampling(0.7, top_k=3, top_p=0.9)}
@@ -342,12 +348,12 @@ def test_every_rule_keeps_the_targets_law_on_a_drafters_real_drafts(name):
     assert [r for r in rows if not r["passed"]] == []
 
 
-@pytest.mark.parametrize("name", CERTIFIED)
+@often("draft_model", "medusa")
 def test_greedy_text_of_a_dynamic_tree_is_the_targets_own(name):
     assert engine.greedy_difference(name, "dynamic") == 0
 
 
-@pytest.mark.parametrize("name", NAMES)
+@often(*STEP_BY_STEP)
 def test_the_law_after_a_path_is_that_of_a_chain_with_the_same_tokens(name):
     """Wrong positions or wrongly seen branches cost acceptance only; here they show.
 
@@ -374,7 +380,7 @@ def test_the_law_after_a_path_is_that_of_a_chain_with_the_same_tokens(name):
         np.testing.assert_allclose(tables[0][text], tables[1][text], atol=1e-5)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@often(*STEP_BY_STEP)
 def test_after_rounds_of_a_tree_a_state_is_that_of_a_prefill_of_the_text(name):
     """Features and entries of the accepted path, whichever branch it took."""
     kit = make_kit(name)

@@ -129,7 +129,13 @@ PARITY = pathlib.Path(__file__).parent / "parity"
 RECORDED = json.loads((PARITY / "deepseek.json").read_text())
 
 
-@pytest.mark.parametrize("case", RECORDED["cases"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(c, marks=[] if c == "yarn" else pytest.mark.slow)
+        for c in RECORDED["cases"]
+    ],
+)
 def test_parity_with_transformers(case):
     """Other shapes and switches, configs as transformers wrote them, its drafts."""
     recorded, arrays = RECORDED["cases"][case], np.load(PARITY / "deepseek.npz")
@@ -186,6 +192,7 @@ def draft_of(num_modules, sampling, **fields):
     return draft(weights, shared, state, jnp.array([21]), sampling, keys)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("carry", SECOND)
 def test_the_second_draft_by_reuse_is_the_one_recorded(carry):
     """Its law is seen on a tree: the drafted 21 must be among the first children."""
@@ -217,6 +224,7 @@ def jitted(carry, tree):
     return jax.jit(draw)
 
 
+@pytest.mark.slow
 def test_two_chained_modules_are_those_recorded():
     target, params, _, hidden = model(2)
     last = target.logits(params, hidden)[0, -1, :6]
@@ -331,6 +339,7 @@ def experts(m, p, c):
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [{}, {"q_rank": None}, {"normalise_experts": False}])
 def test_the_absorbed_stack_equals_the_plain_one(change):
     target, params = tiny(**change)
@@ -376,6 +385,7 @@ def test_a_cached_pass_and_a_tree_equal_whole_texts():
 TOPOLOGIES = [None, Tree((-1, 0, 0, 1, 1, 2, 3)), DynamicTree(7, 3, 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=["chain", "tree", "dynamic"])
 def test_greedy_text_is_the_targets_own(topology):
     target, params = tiny()

@@ -279,7 +279,12 @@ def plain_law(target, drafter, params, tokens, path):
 
 
 @pytest.mark.parametrize(
-    ("tree", "length"), [(TREE, 2), (TREE, 9), (Tree((-1, 0, 0)), 5)]
+    ("tree", "length"),
+    [
+        (TREE, 2),
+        pytest.param(TREE, 9, marks=pytest.mark.slow),
+        pytest.param(Tree((-1, 0, 0)), 5, marks=pytest.mark.slow),
+    ],
 )
 def test_laws_of_a_trees_nodes_are_those_of_their_paths(tree, length):
     """Every node's cache entry, parent and position, also in texts below a window."""
@@ -335,7 +340,11 @@ def test_logged_acceptance_is_the_overlap_of_drafts_on_the_text():
 
 
 @pytest.mark.parametrize(
-    "topology", [DynamicTree(num_nodes=12, depth=4, width=3), DynamicTree(4, 1, 3)]
+    "topology",
+    [
+        DynamicTree(num_nodes=12, depth=4, width=3),
+        pytest.param(DynamicTree(4, 1, 3), marks=pytest.mark.slow),
+    ],
 )
 def test_greedy_text_of_a_dynamic_tree_is_the_targets_own(topology):
     target, drafter, params = tiny(topology)

@@ -355,7 +355,7 @@ def plain_law(target, drafter, params, tokens, path):
     return laws[0, len(whole) - 2]
 
 
-@pytest.mark.parametrize("length", [2, 9])
+@pytest.mark.parametrize("length", [2, pytest.param(9, marks=pytest.mark.slow)])
 def test_laws_of_a_trees_nodes_are_those_of_their_paths(length):
     target, drafter, params = tiny(TREE)
     tokens = np.random.default_rng(1).integers(0, 22, length + 1).tolist()
@@ -395,6 +395,7 @@ def test_a_pass_of_the_training_time_test_is_so_many_tokens_drafted():
             np.testing.assert_allclose(laws[t], right, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_greedy_text_of_a_dynamic_tree_is_the_targets_own():
     """Also where the target goes to ids outside the draft vocabulary."""
     target, drafter, params = tiny(DynamicTree(num_nodes=12, depth=4, width=3))

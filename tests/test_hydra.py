@@ -336,7 +336,13 @@ def test_the_expected_acceptance_is_the_overlap_with_the_targets_law(kit):
         np.testing.assert_allclose(logs["alpha"][k - 1], right, atol=2e-5)
 
 
-@pytest.mark.parametrize("topology", [Tree.of_paths(PATHS), DynamicTree(9, 3, 3)])
+@pytest.mark.parametrize(
+    "topology",
+    [
+        pytest.param(Tree.of_paths(PATHS), marks=pytest.mark.slow),
+        DynamicTree(9, 3, 3),
+    ],
+)
 def test_greedy_text_of_a_tree_is_the_targets_own(kit, topology):
     drafter = dataclasses.replace(kit.drafter, topology=topology)
     model, weights = Model(TARGET, drafter, GREEDY), Weights(kit.params, kit.weights)

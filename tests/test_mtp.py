@@ -75,8 +75,15 @@ def transcribed(drafter, weights, shared, states, text, anchor, steps):
     return drafts, np.array(logits)
 
 
-@pytest.mark.parametrize("num_modules", [1, 2, 3])
-@pytest.mark.parametrize("length", [2, 7])
+@pytest.mark.parametrize(
+    ("num_modules", "length"),
+    [
+        (1, 7),
+        (3, 2),
+        *[pytest.param(*x, marks=pytest.mark.slow) for x in ((1, 2), (2, 2), (2, 7))],
+        pytest.param(3, 7, marks=pytest.mark.slow),
+    ],
+)
 def test_a_draft_equals_its_transcription(num_modules, length):
     """Chained modules, then the last one again; longer and shorter than the window."""
     fields = {"num_modules": num_modules, "gamma": 5 if length > 2 else num_modules}
@@ -92,7 +99,7 @@ def test_a_draft_equals_its_transcription(num_modules, length):
     np.testing.assert_allclose(drawn.probs[0, 0], law, atol=2e-5)
 
 
-@pytest.mark.parametrize("num_modules", [1, 2, 3])
+@pytest.mark.parametrize("num_modules", [1, 3, pytest.param(2, marks=pytest.mark.slow)])
 def test_laws_of_a_tree_are_those_of_its_paths(num_modules):
     """Each inner node against a chain's draft of its own path, by teacher forcing."""
     topology = Tree((-1, 0, 0, 1, 2, 2, 4, 6))
@@ -250,8 +257,16 @@ def test_steps_past_the_last_module_are_trained_on_its_own_output():
     np.testing.assert_allclose(logs["ce"][1], np.mean(cells), atol=5e-5)
 
 
-@pytest.mark.parametrize("carry", ["normed", "raw"])
-@pytest.mark.parametrize("num_modules", [2, 3])
+@pytest.mark.parametrize(
+    ("num_modules", "carry"),
+    [
+        (3, "normed"),
+        *[
+            pytest.param(*x, marks=pytest.mark.slow)
+            for x in ((2, "normed"), (2, "raw"), (3, "raw"))
+        ],
+    ],
+)
 def test_commit_equals_prefill_for_chained_modules(num_modules, carry):
     """The stale rows of deeper modules, built from drafts, are all made anew."""
     wrap = lambda d: dataclasses.replace(
