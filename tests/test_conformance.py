@@ -45,7 +45,6 @@ def often(*names):
     )
 
 
-STEP_BY_STEP = ("draft_model", "hydra", "eagle", "mtp")  # one a way to keep a path
 TEXTS = jnp.asarray(np.random.default_rng(0).integers(0, 22, (3, WIDTH)), jnp.int32)
 
 
@@ -234,6 +233,7 @@ def test_gradients_are_finite_and_in_the_drafter_alone(kit):
     assert np.all(np.diff(logs["survival"]) <= 1e-2)  # masks differ by position
 
 
+@pytest.mark.slow
 def test_a_few_adam_steps_lower_the_loss(kit):
     batch, optimizer = kit.batch(), optax.adam(1e-2)
     update = jax.jit(optimizer.update)
@@ -293,6 +293,7 @@ def test_padding_and_masked_rows_do_not_change_the_loss(kit):
     assert_same(grads, grads_garbled)
 
 
+@pytest.mark.slow
 def test_extra_columns_and_rows_do_not_change_the_loss(kit):
     mask = (jnp.arange(WIDTH) >= 3) & (jnp.arange(WIDTH) < 12)
     batch = kit.batch(mask=mask[None])
@@ -353,7 +354,7 @@ def test_greedy_text_of_a_dynamic_tree_is_the_targets_own(name):
     assert engine.greedy_difference(name, "dynamic") == 0
 
 
-@often(*STEP_BY_STEP)
+@often("draft_model", "hydra", "eagle", "mtp")
 def test_the_law_after_a_path_is_that_of_a_chain_with_the_same_tokens(name):
     """Wrong positions or wrongly seen branches cost acceptance only; here they show.
 
@@ -380,7 +381,7 @@ def test_the_law_after_a_path_is_that_of_a_chain_with_the_same_tokens(name):
         np.testing.assert_allclose(tables[0][text], tables[1][text], atol=1e-5)
 
 
-@often(*STEP_BY_STEP)
+@often("draft_model", "eagle", "mtp")
 def test_after_rounds_of_a_tree_a_state_is_that_of_a_prefill_of_the_text(name):
     """Features and entries of the accepted path, whichever branch it took."""
     kit = make_kit(name)

@@ -362,6 +362,7 @@ def test_a_bias_changes_who_is_chosen_and_never_the_weights():
     np.testing.assert_allclose(weights[0], [5 / 11, 6 / 11], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_cached_pass_and_a_tree_equal_whole_texts():
     target, params = tiny()
     text, branch = [3, 1, 20, 1, 5], [9, 7, 8]
@@ -408,6 +409,7 @@ def kit():
         return battery.Kit("mtp")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "check",
     [

@@ -339,11 +339,12 @@ def test_logged_acceptance_is_the_overlap_of_drafts_on_the_text():
         assert float(logs["alpha"][k - 1]) == pytest.approx(np.mean(values), abs=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "topology",
     [
         DynamicTree(num_nodes=12, depth=4, width=3),
-        pytest.param(DynamicTree(4, 1, 3), marks=pytest.mark.slow),
+        DynamicTree(4, 1, 3),
     ],
 )
 def test_greedy_text_of_a_dynamic_tree_is_the_targets_own(topology):

@@ -336,10 +336,11 @@ def test_the_expected_acceptance_is_the_overlap_with_the_targets_law(kit):
         np.testing.assert_allclose(logs["alpha"][k - 1], right, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "topology",
     [
-        pytest.param(Tree.of_paths(PATHS), marks=pytest.mark.slow),
+        Tree.of_paths(PATHS),
         DynamicTree(9, 3, 3),
     ],
 )
