@@ -61,7 +61,8 @@ WIDTH = 96  # tokens that prompts are padded to: one compiled program for all ta
 @dataclasses.dataclass(frozen=True)
 class Config:
     target: str = "tiny"
-    drafters: tuple[str, ...] = ("medusa", "hydra", "hydra_plus")  # names or folders
+    # Names or folders.
+    drafters: tuple[str, ...] = ("medusa", "hydra", "hydra_plus", "eagle", "mtp")
     tasks: tuple[str, ...] = ("code", "math", "chat")
     gamma: int = 4
     temperatures: tuple[float, ...] = (0.0, 1.0)

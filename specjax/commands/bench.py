@@ -42,7 +42,7 @@ class Bench:
     def run(self) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-        from specjax import bench, checkpoints, console, corpus, targets, verify
+        from specjax import bench, console, corpus, targets, verify
 
         common.check_writable(self.json)
         if self.rule is not None:
@@ -65,20 +65,7 @@ class Bench:
             rule=self.rule,
             timing_repeats=3 if self.quick else 5,
         )
-        shipped = list(checkpoints.shipped(self.target))
-        names = [n for n in shipped if n in KINDS] or shipped
-        if self.drafters:
-            names = shipped if self.drafters == "all" else self.drafters.split(",")
-        if not names:
-            raise FileNotFoundError(
-                f"no drafter is shipped for target {self.target!r}; train one with "
-                f"`specjax train NAME --target {self.target}`, give --drafters FOLDER."
-            )
-        loaded = [common.load_drafter(n, self.target, pretrained) for n in names]
-        loaded = [
-            (n, common.with_tree(common.with_gamma(d, self.gamma), self.tree), p)
-            for n, d, p in loaded
-        ]
+        loaded = self._load(pretrained)
         runner = bench.Bench(
             pretrained,
             {t: corpus.spread(p, settings.num_prompts) for t, p in tasks.items()},
@@ -116,6 +103,25 @@ class Bench:
                     )
 
         self._report(pretrained, settings, rows, console)
+
+    def _load(self, pretrained) -> list[tuple[str, Any, Any]]:
+        """Name, drafter and weights of each."""
+        from specjax import checkpoints
+
+        shipped = list(checkpoints.shipped(self.target))
+        names = [n for n in shipped if n in KINDS] or shipped
+        if self.drafters:
+            names = shipped if self.drafters == "all" else self.drafters.split(",")
+        if not names:
+            raise FileNotFoundError(
+                f"no drafter is shipped for target {self.target!r}; train one with "
+                f"`specjax train NAME --target {self.target}`, give --drafters FOLDER."
+            )
+        loaded = [common.load_drafter(n, self.target, pretrained) for n in names]
+        return [
+            (n, common.with_tree(common.with_gamma(d, self.gamma), self.tree), p)
+            for n, d, p in loaded
+        ]
 
     def _tasks(self) -> dict[str, list[str]]:
         from specjax import corpus

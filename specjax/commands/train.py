@@ -37,9 +37,9 @@ class Train:
     json: pathlib.Path | None = None  # last metrics
 
     def run(self) -> None:
-        from specjax import checkpoints, drafters, figures, targets, training
+        from specjax import checkpoints, drafters, targets, training
 
-        cls = drafters.get(self.drafter)
+        drafters.get(self.drafter)  # an unknown name says which are known
         common.check_writable(self.json)
         if self.length < 2:
             raise ValueError(f"--length needs at least 2 tokens, got {self.length}.")
@@ -50,38 +50,7 @@ class Train:
             if getattr(self, name) is not None
         }
         config = training.TrainConfig(**settings)
-        target = pretrained.target
-        mask_token_id = getattr(pretrained.tokenizer, "mask_token_id", None)
-        params = None
-        if self.init:
-            name, drafter, params = common.load_drafter(
-                str(self.init), self.target, pretrained
-            )
-            if name != self.drafter:
-                raise ValueError(
-                    f"{self.init} holds a {name} drafter, not {self.drafter}; name "
-                    "that one or start from another folder."
-                )
-        else:
-            fields = common.parse_fields(self.field)
-            known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-            unknown = sorted(set(fields) - known)
-            if unknown:
-                raise ValueError(
-                    f"{self.drafter} has no field {', '.join(unknown)}; it has "
-                    f"{', '.join(sorted(known))}."
-                )
-            try:
-                drafter = cls.for_target(target.config, mask_token_id, **fields)
-            except TypeError as error:
-                raise ValueError(f"{self.drafter}: bad --field ({error}).") from None
-
-        known = {f.name for f in dataclasses.fields(drafter)}
-        if self.draft_vocab is not None and (self.init or "draft_ids" not in known):
-            raise ValueError(
-                f"--draft-vocab {self.draft_vocab}: {self.drafter} has no field "
-                "draft_ids, or it starts from --init and keeps the ids it has."
-            )
+        drafter, params = self._start(pretrained)
         out = (
             self.out or pathlib.Path("runs") / "train" / f"{self.target}-{self.drafter}"
         )
@@ -112,21 +81,60 @@ class Train:
             "train": dataclasses.asdict(config),
             "data": [str(p.name) for p in self.data] or "written by the target itself",
         }
-        folder = out / "drafter"
-        checkpoints.save(folder, self.drafter, drafter, params, about=about)
-        if log.last and self.json:
-            from specjax import console
+        checkpoints.save(out / "drafter", self.drafter, drafter, params, about=about)
+        self._report(log, pretrained.name, out)
 
+    def _start(self, pretrained):
+        """The drafter to train, and its weights if it starts from `init`."""
+        from specjax import drafters
+
+        cls, params = drafters.get(self.drafter), None
+        if self.init:
+            name, drafter, params = common.load_drafter(
+                str(self.init), self.target, pretrained
+            )
+            if name != self.drafter:
+                raise ValueError(
+                    f"{self.init} holds a {name} drafter, not {self.drafter}; name "
+                    "that one or start from another folder."
+                )
+        else:
+            fields = common.parse_fields(self.field)
+            known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+            unknown = sorted(set(fields) - known)
+            if unknown:
+                raise ValueError(
+                    f"{self.drafter} has no field {', '.join(unknown)}; it has "
+                    f"{', '.join(sorted(known))}."
+                )
+            mask_token_id = getattr(pretrained.tokenizer, "mask_token_id", None)
+            try:
+                drafter = cls.for_target(
+                    pretrained.target.config, mask_token_id, **fields
+                )
+            except TypeError as error:
+                raise ValueError(f"{self.drafter}: bad --field ({error}).") from None
+        known = {f.name for f in dataclasses.fields(drafter)}
+        if self.draft_vocab is not None and (self.init or "draft_ids" not in known):
+            raise ValueError(
+                f"--draft-vocab {self.draft_vocab}: {self.drafter} has no field "
+                "draft_ids, or it starts from --init and keeps the ids it has."
+            )
+        return drafter, params
+
+    def _report(self, log: "_TrainLog", target: str, out: pathlib.Path) -> None:
+        from specjax import console, figures
+
+        if log.last and self.json:
             console.write_json(self.json, log.last | {"drafter": self.drafter})
         try:
             figures.training(
-                log.read(),
-                f"{self.drafter} for {pretrained.name}",
-                out / "training.png",
+                log.read(), f"{self.drafter} for {target}", out / "training.png"
             )
         except ModuleNotFoundError as error:
             print(f"no figure: {error}", file=sys.stderr)
         tau = f"expected tau {log.last['tau']:.2f}, " if "tau" in log.last else ""
+        folder = out / "drafter"
         print(
             f"{tau}wrote {folder}; measure it: specjax bench --target {self.target} "
             f"--drafters {folder}"
