@@ -85,7 +85,9 @@ def save(
     fields.pop("topology", None)  # a choice of the run, not of the weights
     config = {"name": name, "config": fields, "about": about or {}}
     (beside / "drafter.json").write_text(json.dumps(config, indent=2) + "\n")
-    tensors = {k: v.astype(dtype) for k, v in flatten(params).items()}
+    # A router chooses by small differences: its bias stays in float32, as in files.
+    kept = lambda k, v: v if k.endswith("router_bias") else v.astype(dtype)
+    tensors = {k: kept(k, v) for k, v in flatten(params).items()}
     save_file(tensors, str(beside / "drafter.safetensors"))
     (beside / "drafter.safetensors").chmod(0o644)  # the library writes 0600
     old = folder.with_name(folder.name + ".old")

@@ -39,6 +39,7 @@ from specjax.kv_cache import KVCache
 from specjax.layers import (
     GatedMLP,
     RMSNorm,
+    Rope,
     attend,
     dense,
     group_queries,
@@ -74,6 +75,9 @@ class DeepSeekConfig(TransformerConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        for name in ("qk_norm", "qkv_bias", "out_bias", "mlp_bias", "windows"):
+            if getattr(self, name):
+                raise ValueError(f"a layer of latent attention has no {name}.")
         if self.num_kv_heads != 1:
             raise ValueError(
                 f"all heads share one latent: num_kv_heads is 1, not "
@@ -91,6 +95,15 @@ class DeepSeekConfig(TransformerConfig):
                 f"groups_per_token={self.groups_per_token} of {self.num_groups} groups "
                 f"of {self.num_experts} experts."
             )
+
+    def plain_layer(self) -> TransformerConfig:
+        """With keys and values for each head, and positions that are not scaled."""
+        return dataclasses.replace(
+            super().plain_layer(),
+            num_kv_heads=self.num_heads,
+            head_width=self.value_width,
+            rope=Rope(theta=self.rope.theta),
+        )
 
     @property
     def score_scale(self) -> float:

@@ -75,6 +75,14 @@ class TransformerConfig:
                 f"windows has {len(self.windows)} entries for {self.num_layers} layers."
             )
 
+    def plain_layer(self) -> "TransformerConfig":
+        """One Llama layer of this shape, for a drafter; biases of q, k and v stay."""
+        names = [f.name for f in dataclasses.fields(TransformerConfig)]
+        values = {name: getattr(self, name) for name in names}
+        values |= {"num_layers": 1, "tie_embeddings": True, "windows": ()}
+        values |= dict.fromkeys(("qk_norm", "out_bias", "mlp_bias"), False)
+        return TransformerConfig(**values)
+
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
 

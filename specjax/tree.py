@@ -152,6 +152,7 @@ class DynamicTree:
     """A topology that the drafter chooses anew each round (EAGLE-2, arXiv:2406.16858).
 
     Of the nodes it could propose it keeps the `num_nodes - 1` whose path is likeliest.
+    The published runs have width 10 and 60 nodes.
     """
 
     num_nodes: int  # N, the anchor included

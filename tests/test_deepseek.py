@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import test_conformance as battery
 
-from specjax import checkpoints, mla, targets, testing
+from specjax import checkpoints, drafters, mla, targets, testing
 from specjax.commands import common
 from specjax.drafters.mtp import MTP
 from specjax.generate import Model, Weights, autoregressive, generate
@@ -546,3 +546,32 @@ def test_a_drafter_of_the_family_is_saved_and_read_back(tmp_path):
     assert (name, found) == ("mtp", drafter)
     same = jax.tree.map(np.array_equal, weights, again)
     assert all(jax.tree.leaves(same))
+
+
+@pytest.mark.parametrize(
+    "name", ["draft_model", "hydra_plus", "eagle", "eagle3", "dflash"]
+)
+def test_a_drafter_with_plain_layers_gets_them_from_a_latent_target(name):
+    """Not one kv head of the rotary width, which would be nobody's layer."""
+    config = dataclasses.replace(TINY, num_heads=4, value_width=6)
+    drafter = drafters.get(name).for_target(config, 1)
+    layer = {"hydra_plus": "prefix", "dflash": None}.get(name, "config")
+    layer = getattr(drafter, layer) if layer else drafter
+    assert not isinstance(layer, DeepSeekConfig)
+    assert (layer.num_kv_heads, layer.head_width) == (4, 6)
+
+
+@pytest.mark.parametrize("field", [{"qk_norm": True}, {"windows": (4,) * 3}])
+def test_what_latent_attention_lacks_is_refused(field):
+    with pytest.raises(ValueError, match="has no"):
+        dataclasses.replace(TINY, num_layers=3, **field)
+
+
+def test_a_yarn_factor_that_a_file_leaves_out_is_that_of_its_positions():
+    rope = {"type": "yarn", "mscale": 1.0, "mscale_all_dim": 0.5, "factor": None}
+    rope |= {"original_max_position_embeddings": 64}
+    stored = {"max_position_embeddings": 256, "rope_scaling": rope}
+    plain, all_dim = deepseek.without_mscale(stored)
+    g = lambda m: 0.1 * m * np.log(4) + 1
+    assert plain["rope_scaling"]["attention_factor"] == pytest.approx(g(1) / g(0.5))
+    assert all_dim == 0.5

@@ -235,6 +235,26 @@ def test_rows_whose_likeliest_token_cannot_be_drafted_do_not_count():
     assert float(loss) == 0 and not np.any(logs["ce"])
 
 
+def test_the_row_that_a_pass_predicts_decides_whether_it_counts():
+    """The target prefers 5 in rows 0 and 1: without it row 0 alone drops out."""
+    ids = tuple(i for i in DRAFT_IDS if i != 5)
+    drafter = drafter_of(draft_ids=ids, ttt_steps=1, gamma=1)
+    params = weights().drafter | {"head": shared().head[np.array(ids)]}
+    batch = golden_batch()
+    batch = dataclasses.replace(batch, mask=jnp.ones_like(batch.mask))
+    loss, _ = jax.jit(drafter.loss)(params, shared(), batch, jax.random.key(0))
+
+    z = np.asarray(shared().logits(batch.hidden))[0]
+    rows = [t for t in range(len(z) - 1) if int(np.argmax(z[t + 1])) in ids]
+    assert rows == list(range(1, len(z) - 1))
+    g = drafter.fuse(params, batch.features)
+    (y,) = drafter.unroll(params, shared(), batch.tokens, g, every=1, steps=1)
+    log_q = jax.nn.log_softmax(drafter.draft_logits(params, shared(), y))[0]
+    p = np.asarray(jax.nn.softmax(z[:, np.array(ids)]))
+    right = np.mean([-(p[t + 1] * np.asarray(log_q)[t]).sum() for t in rows])
+    assert float(loss) == pytest.approx(right, abs=1e-4)
+
+
 CYCLES = [  # tokens and parents of the tree, emitted, sums of what is fed again
     (
         [17, 2, 17, 8, 24, 2, 17, 8, 24, 2, 8, 17, 2, 17, 8, 2],

@@ -245,8 +245,8 @@ class DFlash:
         defaults = {
             "width": config.width,
             "num_heads": config.num_heads,
-            "num_kv_heads": config.num_kv_heads,
-            "head_width": config.head_width,
+            "num_kv_heads": config.plain_layer().num_kv_heads,
+            "head_width": config.plain_layer().head_width,
             "mlp_width": config.mlp_width,
             "target_layer_ids": ids,
             "mask_token_id": mask_token_id,

@@ -73,9 +73,12 @@ class DraftModel:
     def for_target(cls, config: TransformerConfig, mask_token_id, **fields):
         """A quarter of the target's layers; wide and shallow is fast for its size."""
         del mask_token_id
+        num_layers = config.num_layers
+        if type(config) is not TransformerConfig:  # latent attention and experts
+            config = config.plain_layer()
         small = dataclasses.replace(
             config,
-            num_layers=max(config.num_layers // 4, 1),
+            num_layers=max(num_layers // 4, 1),
             tie_embeddings=True,
             windows=(),
         )

@@ -23,8 +23,9 @@ without replacement; `PUBLIC_TREE` is the code's own.
 The paper calls f_t the "second-to-top-layer" feature; the public code and weights read
 the state after the final norm. EAGLE-2 (arXiv:2406.16858) is this drafter with a
 `DynamicTree` as its topology. Departs from the code: a training row counts if it and
-its next token are to be learned (the code drops only the last row of a text), and the
-noise is scaled by the place of a text's last token to learn.
+its next token are to be learned (the code drops only the last row of a text), the noise
+is scaled by the place of a text's last token to learn, and weights start as normal
+noise of deviation 0.02, not as torch's linear layers do.
 """
 
 import dataclasses
@@ -36,7 +37,7 @@ import jax.numpy as jnp
 
 from specjax.drafters import base
 from specjax.drafters.base import Batch, Card
-from specjax.drafters.recurrent import Recurrent, check, check_target, layer_of
+from specjax.drafters.recurrent import Recurrent, check, check_target
 from specjax.layers import dense
 from specjax.transformer import Layer, Shared, TransformerConfig, locate
 from specjax.tree import DynamicTree, Tree
@@ -108,7 +109,7 @@ class Eagle(Recurrent):
     def for_target(cls, config: TransformerConfig, mask_token_id, **fields):
         """One layer of the target's shape, without what its own layers add to Llama."""
         del mask_token_id
-        values: dict[str, Any] = {"config": layer_of(config)} | fields
+        values: dict[str, Any] = {"config": config.plain_layer()} | fields
         return cls(**values)
 
     @property

@@ -27,7 +27,9 @@ Where paper and code differ the code is followed: 7 passes, not 5, and states th
 layers 2, L/2 and L - 3, numbered as `Transformer` does. The switches of the 3.1 weights
 are fields. Departs from the code: the mean is over the rows that count (it divides by
 all, padding included); rows whose next tokens are not to be learned do not count (it
-takes zeros past the end for a text); U starts as the target's head, not at random.
+takes zeros past the end for a text); U starts as the target's head and the rest as
+normal noise of deviation 0.02, not as torch's linear layers do; the layer's positions
+are scaled as the target's, not by a base of 10,000.
 """
 
 import dataclasses
@@ -41,7 +43,7 @@ import numpy as np
 from specjax import draft_vocab
 from specjax.drafters import base
 from specjax.drafters.base import Batch, Card
-from specjax.drafters.recurrent import Recurrent, check, check_target, layer_of
+from specjax.drafters.recurrent import Recurrent, check, check_target
 from specjax.layers import GatedMLP, RMSNorm, dense
 from specjax.transformer import Attention, Shared, TransformerConfig, locate
 from specjax.tree import DynamicTree, Tree
@@ -155,7 +157,8 @@ class Eagle3(Recurrent):
             states = (2, L // 2, L - 3)
         else:
             states = tuple(sorted({L // 4, L // 2, L - 1}))
-        defaults = {"config": layer_of(config), "target_states": states}
+        layer = dataclasses.replace(config.plain_layer(), qkv_bias=False)
+        defaults = {"config": layer, "target_states": states}
         drafter = cls(**defaults | fields)
         if drafter.target_states[-1] >= L:
             raise ValueError(

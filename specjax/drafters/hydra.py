@@ -25,9 +25,9 @@ else as a torch linear layer does, R_k too: a head does not start as the target'
 
 Follows the code that the public weights were trained with, also in what reads like an
 accident: later layers of a head are one (W'), R and U have biases, eq. 5 ends in a
-norm. Departs from code and paper: the anchor is drawn, where their root is the target's
-argmax at any temperature, and verification is exact, where their typical acceptance is
-not (that is the rule `lossy_typical`).
+norm. Departs from code and paper: anchor and children are drawn, where theirs are the
+likeliest at any temperature, in a tree of 63 nodes; and verification is exact, where
+their typical acceptance is not (that is the rule `lossy_typical`).
 """
 
 import dataclasses
@@ -184,8 +184,8 @@ class Hydra:
         return (-1,)
 
     @property
-    def max_positions(self) -> None:
-        return None
+    def max_positions(self) -> int | None:
+        return self.prefix.max_positions if self.prefix else None
 
     def init(self, key: PRNGKey, shared: Shared) -> Params:
         D = shared.head.shape[1]
@@ -348,8 +348,6 @@ class HydraPlus(Hydra):
 
     @classmethod
     def for_target(cls, config: TransformerConfig, mask_token_id, **fields):
-        """The prefix layer is one of the target's."""
-        prefix = dataclasses.replace(
-            config, num_layers=1, tie_embeddings=True, windows=()
-        )
+        """The prefix is a plain layer of the target's shape."""
+        prefix = dataclasses.replace(config.plain_layer(), qkv_bias=False)
         return super().for_target(config, mask_token_id, **{"prefix": prefix} | fields)

@@ -11,7 +11,8 @@ its own head reads at position i, and e(.) its embedding, module k = 1..D does
     loss = w sum_k L^k / D                           L^k: cross-entropy of depth k  (4)
 
 The layer is one of the target's own kind. Step k of a draft uses module k; past D the
-last module goes on from its own output, one row further each step. `unroll` > D trains
+last module goes on from its own output, one row further each step (vLLM takes module
+k mod D there, `transformers` stops). `unroll` > D trains
 for that: steps past D run on the same rows, step k weighted by decay^(k-1) (FastMTP,
 Cai et al. 2025, arXiv:2509.18362: one module, 3 steps, 0.6).
 
@@ -280,7 +281,11 @@ class MTP:
         return append(state, tokens, features, verdict.num_committed)
 
     def loss(self, params, shared: Shared, batch: Batch, key: PRNGKey):
-        """Eq. 4, each step averaged over the rows whose label is to be learned."""
+        """Eq. 4, each step averaged over the rows whose label is to be learned.
+
+        "alpha" is that of these very steps. Past D a drafted row sees the text's rows
+        as step D left them, here as its own step would: a small difference.
+        """
         del key
         trained, G = self.unroll or self.num_modules, self.tree.depth
         thin = lambda x: x[:, :: base.THIN]

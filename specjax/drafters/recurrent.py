@@ -234,19 +234,6 @@ def read_text(cache: KVCache, P: int, tokens, features, lengths) -> State:
     return append(empty, tokens, features, lengths)
 
 
-def layer_of(config: TransformerConfig) -> TransformerConfig:
-    """One plain layer of a target's shape; of its biases those of q, k, v stay."""
-    return dataclasses.replace(
-        config,
-        num_layers=1,
-        qk_norm=False,
-        out_bias=False,
-        mlp_bias=False,
-        tie_embeddings=True,
-        windows=(),
-    )
-
-
 def check(drafter: Any) -> None:
     """Refuses fields that no drafter of this family can have."""
     name = type(drafter).__name__.lower()

@@ -76,9 +76,11 @@ def config_from_hf(config: Mapping[str, Any]) -> TransformerConfig:
 
 
 def _deepseek(config: Mapping[str, Any]) -> DeepSeekConfig:
-    plain, all_dim = deepseek.without_mscale(config)
     try:
-        return deepseek.config_from_hf(config, _rope(plain), all_dim)
+        plain, all_dim = deepseek.without_mscale(config)
+        return deepseek.config_from_hf(
+            config, _rope(plain), all_dim, _max_positions(config)
+        )
     except KeyError as error:
         raise ValueError(
             f"config.json of a deepseek_v3 model lacks {error.args[0]}."

@@ -51,7 +51,11 @@ def without_mscale(config: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
         rope = dict(config.get(key) or {})
         one, all_ = (rope.pop(name, None) or 0.0 for name in YARN)
         if one and all_ and rope.get("attention_factor") is None:
-            g = lambda m, f=rope["factor"]: 0.1 * m * math.log(f) + 1 if f > 1 else 1.0
+            factor = rope.get("factor") or (
+                config["max_position_embeddings"]
+                / rope["original_max_position_embeddings"]
+            )
+            g = lambda m, f=factor: 0.1 * m * math.log(f) + 1 if f > 1 else 1.0
             rope["attention_factor"] = g(one) / g(all_)
         all_dim = float(all_) or all_dim
         config[key] = rope or None
@@ -59,9 +63,9 @@ def without_mscale(config: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
 
 
 def config_from_hf(
-    config: Mapping[str, Any], rope: Rope, mscale_all_dim: float
+    config: Mapping[str, Any], rope: Rope, mscale_all_dim: float, max_positions: int
 ) -> DeepSeekConfig:
-    """Reads config.json, of which the rotary part is read already."""
+    """Reads config.json, of which the positions are read already."""
     for key, only in (
         ("scoring_func", "sigmoid"),
         ("topk_method", "noaux_tc"),
@@ -84,7 +88,7 @@ def config_from_hf(
         rope=rope,
         norm_eps=config.get("rms_norm_eps", 1e-6),
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-        max_positions=config.get("max_position_embeddings", 4096),
+        max_positions=max_positions,
         q_rank=config["q_lora_rank"],
         kv_rank=config["kv_lora_rank"],
         nope_width=config["qk_nope_head_dim"],
