@@ -8,6 +8,7 @@ threshold on the p-value.
 
 import functools
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from typing import Any
 
 import jax
@@ -23,6 +24,11 @@ from specjax.transformer import TransformerConfig
 FALSE_ALARM = 1e-6  # how often a right sampler may fail one check
 # Compiling a tiny model costs far more than running it.
 FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+if version("jaxlib").startswith("0.10."):  # options that later versions refuse
+    FAST |= {
+        "xla_cpu_use_fusion_emitters": False,
+        "xla_cpu_parallel_codegen_split_count": 1,
+    }
 
 
 @functools.partial(jax.jit, static_argnums=0, compiler_options=FAST)

@@ -9,8 +9,8 @@ from typing import Any
 
 from specjax.commands import common
 
-# A language model, heads, a layer on the target's features, a block.
-KINDS = ("draft_model", "medusa", "eagle", "dflash")
+# A language model, heads, a block: what is measured unless drafters are named.
+KINDS = ("draft_model", "medusa", "dflash")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Bench:
     """Measure drafters on held-out prompts: tau, acceptance, cost, speedup, law."""
 
     target: str = "tiny"  # tiny, smollm2-135m, a hub id or a folder
-    # Names or folders, comma-separated, or "all" that are shipped; one a kind if empty.
+    # Names or folders, comma-separated, or "all" that are shipped; three if empty.
     drafters: str = ""
     tasks: str = "code,math,chat"  # of the shipped prompts
     prompts: pathlib.Path | None = None  # .jsonl with `turns` or `prompt` instead
