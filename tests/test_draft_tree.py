@@ -231,3 +231,24 @@ def test_what_is_shown_ends_where_the_accepted_branch_ends():
         verdict, num_accepted=jnp.array(0), path=jnp.array([0, 0, 0])
     )
     assert verify.followed(draft, refused, topology).tolist() == [4, 6]
+
+
+def test_levels_of_a_grown_tree_are_drawn_independently():
+    rows, laws = 20_000, np.array([[0.5, 0.3, 0.2], [0.2, 0.3, 0.5]])
+    log = jnp.log(jnp.asarray(laws, jnp.float32))
+    step = lambda carry, tokens, sees, level: (
+        jnp.broadcast_to(log[1], (*tokens.shape, 3)),
+        carry,
+    )
+    keys = jax.random.split(jax.random.key(0), rows)
+    first = jnp.broadcast_to(log[0], (rows, 3))
+    draft, _ = draft_tree.grow(Tree.chain(2), first, step, None, Sampling(), keys)
+    counts = testing.count(np.asarray(draft.tokens), 3)
+    assert testing.chi_square(counts, np.outer(*laws)) > testing.FALSE_ALARM
+
+
+def test_the_node_above_is_an_earlier_slot():
+    sees = jnp.asarray([[[1, 0, 0, 0], [0, 1, 0, 0]]], bool)
+    assert draft_tree.above(sees, jnp.asarray(0)).tolist() == [[0, 0]]
+    sees = jnp.asarray([[[0, 1, 1, 0], [1, 0, 0, 1]]], bool)
+    assert draft_tree.above(sees, jnp.asarray(1)).tolist() == [[2, 1]]

@@ -80,3 +80,14 @@ def test_the_law_is_the_targets_though_it_reaches_beyond_the_draft_ids(rule, sam
     law, accepted = exact.commit_law(verify.RULES[rule], tree, draft, chance, p, joint)
     assert 0.1 < accepted < 1
     np.testing.assert_allclose(law, joint, atol=1e-6)
+
+
+def test_edges_of_a_draft_vocabulary():
+    assert draft_vocab.from_offsets(np.zeros(1), 1, 4).tolist() == [0]
+    with pytest.raises(ValueError, match="1 to 3 ids"):
+        draft_vocab.most_frequent(np.ones(3), 0)
+    too_long = np.array([0, 1, 1, 0, 0], bool)
+    with pytest.raises(ValueError, match="t2d marks"):
+        draft_vocab.from_offsets(np.array([1, 1]), 2, 4, too_long)
+    counts = np.array([0, 5, 0], np.uint32)
+    assert draft_vocab.most_frequent(counts, 1).tolist() == [1]

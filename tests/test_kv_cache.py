@@ -115,3 +115,10 @@ def test_stale_slots_after_a_rewind_are_invisible(model):
         text = jnp.concatenate([TEXT[row, :length], other[row]])[None]
         right = run(params, text).hidden[0, length:]
         np.testing.assert_allclose(ours[row], right, atol=2e-5)
+
+
+def test_entries_take_the_caches_dtype():
+    slots = jnp.zeros((2, 1, 4, 2), jnp.bfloat16)
+    got = kv_cache.write(slots, jnp.ones((2, 1, 1, 2)), jnp.array([0, 1]))
+    assert got.dtype == jnp.bfloat16
+    assert got[:, 0, :, 0].tolist() == [[1, 0, 0, 0], [0, 1, 0, 0]]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import testing, verify
+from specjax import draft_tree, testing, verify
 from specjax.certify import exact
 from specjax.certify.f4 import ACCEPTED, JOINT, P, Q
 from specjax.sampling import GREEDY, Sampling
@@ -422,3 +422,28 @@ def test_what_is_shown_of_a_tree_is_the_path_and_what_was_refused_after_it(
     tokens = jnp.asarray(([*[2][:n], 7, PAD, PAD, PAD])[:4], jnp.int32)
     verdict = verify.Verdict(jnp.asarray(n), tokens, jnp.asarray(True), path)
     assert verify.followed(draft, verdict, tree).tolist() == right
+
+
+@pytest.mark.parametrize("name", ["token", "block", "recursive", "traversal", "match"])
+def test_what_verify_draws_has_the_targets_joint_law(name):
+    """Its own keys and its laws of scores that differ by a constant a row."""
+    chain = name in ("token", "block")
+    tree, rows = Tree.chain(2) if chain else Tree((-1, 0, 0, 1)), 20_000
+    q = np.array([[0.6, 0.25, 0.15], [0.2, 0.3, 0.5]])
+    p = np.array([[0.3, 0.5, 0.2], [0.5, 0.1, 0.4], [0.2, 0.2, 0.6]])
+    logits = jnp.broadcast_to(jnp.log(jnp.asarray(q, jnp.float32)), (rows, 2, 3))
+    keys = jax.random.split(jax.random.key(0), rows)
+    draft = draft_tree.from_laws(tree, logits, Sampling(), keys)
+    scores = np.log(p)[tree.depths] + 1.5 * tree.depths[:, None]
+    scores = jnp.asarray(scores, jnp.float32)
+    judge = lambda d, k: verify.verify(d, scores, Sampling(), k, tree, RULES[name])
+    keys = jax.random.split(jax.random.key(1), rows)
+    verdict = jax.jit(jax.vmap(judge))(draft, keys)
+    texts, n = np.array(verdict.tokens), np.asarray(verdict.num_accepted)[:, None]
+    assert np.all((texts == PAD) == (np.arange(3) > n))
+    rng = np.random.default_rng(0)
+    for d in range(3):  # what the next rounds would draw
+        more = rng.choice(3, rows, p=p[d])
+        texts[:, d] = np.where(texts[:, d] == PAD, more, texts[:, d])
+    law = np.einsum("i,j,k->ijk", *p)
+    assert testing.chi_square(testing.count(texts, 3), law) > testing.FALSE_ALARM

@@ -101,6 +101,7 @@ class Train:
         else:
             fields = common.parse_fields(self.field)
             known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+            known -= {"topology"}  # of a run, not of a training
             unknown = sorted(set(fields) - known)
             if unknown:
                 raise ValueError(
