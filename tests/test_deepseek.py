@@ -129,13 +129,8 @@ PARITY = pathlib.Path(__file__).parent / "parity"
 RECORDED = json.loads((PARITY / "deepseek.json").read_text())
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(c, marks=[] if c == "yarn" else pytest.mark.slow)
-        for c in RECORDED["cases"]
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", RECORDED["cases"])
 def test_parity_with_transformers(case):
     """Other shapes and switches, configs as transformers wrote them, its drafts."""
     recorded, arrays = RECORDED["cases"][case], np.load(PARITY / "deepseek.npz")
@@ -247,6 +242,7 @@ def test_two_chained_modules_are_those_recorded():
     np.testing.assert_allclose(raw[-1, :6], right, **CLOSE)
 
 
+@pytest.mark.slow
 def test_the_draft_of_two_chained_modules_is_the_one_recorded():
     draft = draft_of(2, GREEDY, gamma=2)
     assert draft.tokens[0].tolist() == [21, 9]
