@@ -92,8 +92,9 @@ def ask(
         cache, state = carry
         anchor, following, here, key = xs
         keys = jax.random.split(key, B)
+        seen = dataclasses.replace(shared, cache=cache)
         draft, state = drafter.draft(
-            weights.drafter, shared, state, anchor, sampling, keys
+            weights.drafter, seen, state, anchor, sampling, keys
         )
         nodes = jnp.concatenate([anchor[:, None], draft.tokens], axis=1)
         out = target(weights.target, nodes, cache, taps=drafter.taps)

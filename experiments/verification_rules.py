@@ -64,6 +64,7 @@ def judge(model: Model, weights: Weights, progress: Any, rules, draws: int, key)
     shared = target.shared(weights.target)
     draft_key, rule_key = jax.random.split(key)
     keys = jax.random.split(draft_key, len(progress.anchor))
+    shared = dataclasses.replace(shared, cache=progress.cache)
     draft, _ = drafter.draft(
         weights.drafter, shared, progress.state, progress.anchor, model.sampling, keys
     )

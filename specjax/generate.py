@@ -148,7 +148,7 @@ def _round(model: Model, weights: Weights, progress: Progress) -> Progress:
     with jax.named_scope("draft"):
         draft, state = drafter.draft(
             weights.drafter,
-            shared,
+            dataclasses.replace(shared, cache=progress.cache),
             progress.state,
             progress.anchor,
             model.drafting,

@@ -7,6 +7,7 @@ asked for the rank of the token that really came. `tree.best_tree` and
 before it; the others choose their trees at run time (`tree.DynamicTree`).
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -67,6 +68,7 @@ def _ranks(model: Model, weights: Weights, progress: Any, texts: Array) -> Array
     """
     keys = jax.random.split(jax.random.key(0), len(progress.anchor))
     shared = model.target.shared(weights.target)
+    shared = dataclasses.replace(shared, cache=progress.cache)
     draft, _ = model.drafter.draft(
         weights.drafter, shared, progress.state, progress.anchor, Sampling(), keys
     )

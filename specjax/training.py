@@ -25,8 +25,9 @@ import numpy as np
 import optax
 
 from specjax.corpus import Texts
+from specjax.drafters import base
 from specjax.drafters.base import Batch
-from specjax.targets.base import Pretrained
+from specjax.targets.base import Pretrained, Target
 from specjax.typing import Params, PRNGKey
 
 
@@ -70,11 +71,15 @@ class TrainConfig:
         )
 
 
-def features(pretrained: Pretrained, taps, params, tokens, mask) -> Batch:
+def features(target: Target, taps, params, tokens, mask, *, kv_layers=()) -> Batch:
     """Runs the frozen target over a batch."""
-    out = pretrained.target(params, tokens, taps=taps)
+    (B, T), cache = tokens.shape, None
+    if kv_layers:
+        cache = target.init_cache(B, max(T, 2), params["embed"].dtype)
+    out = target(params, tokens, cache, taps=taps)
+    of = lambda i: tuple(x[:, :, :T] for x in (out.cache.k[i], out.cache.v[i]))
     return jax.lax.stop_gradient(
-        Batch(tokens=tokens, mask=mask, features=out.features, hidden=out.hidden)
+        Batch(tokens, mask, out.features, out.hidden, tuple(map(of, kv_layers)))
     )
 
 
@@ -84,10 +89,19 @@ class FeatureCache:
 
     features: np.ndarray  # [X T MD] as uint16, a memory map
     hidden: np.ndarray  # [X T D]
+    kv: tuple[tuple[np.ndarray, np.ndarray], ...] = ()  # [X K T E] of each `kv_layers`
 
-    def rows(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        read = lambda x: x[index].view(ml_dtypes.bfloat16).astype(np.float32)
-        return read(self.features), read(self.hidden)
+    def batch(self, texts: Texts, index: np.ndarray) -> Batch:
+        def read(x):
+            return jnp.asarray(x[index].view(ml_dtypes.bfloat16), jnp.float32)
+
+        return Batch(
+            tokens=jnp.asarray(texts.tokens[index]),
+            mask=jnp.asarray(texts.mask[index]),
+            features=read(self.features),
+            hidden=read(self.hidden),
+            kv=tuple((read(k), read(v)) for k, v in self.kv),
+        )
 
 
 def _digest(tree: Any) -> str:
@@ -105,6 +119,7 @@ def cache_features(
     texts: Texts,
     batch_size: int = 8,
     progress: Callable[[int], None] = lambda done: None,
+    kv_layers: tuple[int, ...] = (),
 ) -> FeatureCache:
     """Opens the cache of exactly these texts, taps and target, or builds it."""
     folder = pathlib.Path(folder)
@@ -116,7 +131,7 @@ def cache_features(
         "taps": list(taps),
         "texts": _digest(texts.tokens),
         "shape": [X, T, D],
-    }
+    } | ({"kv_layers": list(kv_layers)} if kv_layers else {})
     if folder.exists():
         found = folder / "manifest.json"
         if not found.is_file() or found.read_text() != json.dumps(manifest):
@@ -124,39 +139,57 @@ def cache_features(
                 f"{folder} is no feature cache of these texts and taps {taps} for "
                 f"{pretrained.name}; name a new folder or delete it."
             )
-        return _open_cache(folder, X, T, D, len(taps))
+        return _open_cache(folder, X, T, D, len(taps), len(kv_layers))
 
     beside = folder.with_name(folder.name + ".partial")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
-    make = lambda name, width: np.lib.format.open_memmap(
-        beside / f"{name}.npy", "w+", np.uint16, (X, T, width)
+    run = jax.jit(
+        functools.partial(features, pretrained.target, taps, kv_layers=kv_layers)
     )
-    stored, hidden = make("features", len(taps) * D), make("hidden", D)
-    run = jax.jit(functools.partial(features, pretrained, taps))
+    files: dict[str, np.memmap] = {}
     for start in range(0, X, batch_size):
         rows = np.minimum(np.arange(start, start + batch_size), X - 1)
         batch = run(pretrained.params, texts.tokens[rows], texts.mask[rows])
-        narrow = lambda x: np.asarray(x).astype(ml_dtypes.bfloat16).view(np.uint16)
-        stored[rows], hidden[rows] = narrow(batch.features), narrow(batch.hidden)
+        for name, array in _arrays(batch.features, batch.hidden, batch.kv).items():
+            narrow = np.asarray(array).astype(ml_dtypes.bfloat16).view(np.uint16)
+            if name not in files:
+                files[name] = np.lib.format.open_memmap(
+                    beside / f"{name}.npy", "w+", np.uint16, (X, *narrow.shape[1:])
+                )
+            files[name][rows] = narrow
         progress(int(rows[-1]) + 1)
-    stored.flush()
-    hidden.flush()
+    for file in files.values():
+        file.flush()
     (beside / "manifest.json").write_text(json.dumps(manifest))
     os.replace(beside, folder)
-    return _open_cache(folder, X, T, D, len(taps))
+    return _open_cache(folder, X, T, D, len(taps), len(kv_layers))
 
 
-def _open_cache(folder, X, T, D, M) -> FeatureCache:
+def _arrays(features, hidden, kv) -> dict[str, Any]:
+    """Names of a cache's files, and what they hold."""
+    named = {"features": features, "hidden": hidden}
+    for i, (k, v) in enumerate(kv):
+        named |= {f"keys_{i}": k, f"values_{i}": v}
+    return named
+
+
+def _open_cache(folder, X, T, D, M, num_kv) -> FeatureCache:
+    open_ = lambda name: np.load(folder / f"{name}.npy", mmap_mode="r")
     try:
-        stored = np.load(folder / "features.npy", mmap_mode="r")
-        hidden = np.load(folder / "hidden.npy", mmap_mode="r")
+        stored, hidden = open_("features"), open_("hidden")
         whole = stored.shape == (X, T, M * D) and hidden.shape == (X, T, D)
+        kv = tuple((open_(f"keys_{i}"), open_(f"values_{i}")) for i in range(num_kv))
+        whole = whole and all(x.shape[::2] == (X, T) for pair in kv for x in pair)
     except (ValueError, EOFError, FileNotFoundError):  # cut short, empty or gone
-        whole = False
+        raise _damaged(folder) from None
     if not whole:
-        raise ValueError(f"the feature cache in {folder} is damaged; delete it.")
-    return FeatureCache(stored, hidden)
+        raise _damaged(folder)
+    return FeatureCache(stored, hidden, kv)
+
+
+def _damaged(folder) -> ValueError:
+    return ValueError(f"the feature cache in {folder} is damaged; delete it.")
 
 
 @functools.partial(
@@ -267,7 +300,10 @@ def train(
     weights = jax.tree.map(copy, params)
     state = config.optimiser().init(weights)
 
-    look = jax.jit(functools.partial(features, pretrained, drafter.taps))
+    reads = {"kv_layers": base.kv_layers(drafter)}
+    look = jax.jit(
+        functools.partial(features, pretrained.target, drafter.taps, **reads)
+    )
     keeper, first = None, 0
     last = min(config.steps, stop_after or config.steps)
     with contextlib.ExitStack() as stack:
@@ -287,7 +323,10 @@ def train(
         began, tokens_seen = time.perf_counter(), 0
         for step in range(first, last):
             rows = texts.batch(step, config.batch_size, config.seed)
-            batch = _batch(look, pretrained, texts, rows, cache)
+            if cache is not None:
+                batch = cache.batch(texts, rows)
+            else:
+                batch = look(pretrained.params, texts.tokens[rows], texts.mask[rows])
             key: PRNGKey = jax.random.fold_in(run_key, step)
             weights, state, metrics = train_step(
                 drafter, config, weights, state, shared, batch, key
@@ -308,18 +347,6 @@ def train(
             if keeper and saves:
                 keeper.save(done, weights, state)
     return weights
-
-
-def _batch(look, pretrained, texts: Texts, rows, cache: FeatureCache | None) -> Batch:
-    if cache is None:
-        return look(pretrained.params, texts.tokens[rows], texts.mask[rows])
-    tapped, hidden = cache.rows(rows)
-    return Batch(
-        tokens=jnp.asarray(texts.tokens[rows]),
-        mask=jnp.asarray(texts.mask[rows]),
-        features=jnp.asarray(tapped),
-        hidden=jnp.asarray(hidden),
-    )
 
 
 def _scalars(values: dict[str, np.ndarray]) -> dict[str, float]:

@@ -33,7 +33,7 @@ from specjax.layers import (
     rotate,
     ungroup_queries,
 )
-from specjax.pytree import pytree
+from specjax.pytree import pytree, static
 from specjax.typing import Array, Bool, Float, Int, Params
 
 
@@ -316,14 +316,29 @@ def unrolled(
 
 @pytree
 class Shared:
-    """The tables of a model; drafters read the target's and never train them."""
+    """What drafters read of the target and never train: its tables, and its cache."""
 
     embed: Float[Array, "V D"]
     head: Float[Array, "V D"]
+    # The model's keys and values of the committed text while drafts are made of it, for
+    # a drafter that attends to them; None elsewhere.
+    cache: KVCache | None = None
+    embed_scale: float = static(default=1.0)  # of a table's row as the stack reads it
+    softcap: float | None = static(default=None)  # logits stay within +- this
+
+    def embedding(self, tokens: Int[Array, "*B"]) -> Float[Array, "*B D"]:
+        """What the stack reads of tokens, the scale rounded to the table's dtype."""
+        x = self.embed[tokens]
+        if self.embed_scale == 1.0:
+            return x
+        return x * jnp.asarray(self.embed_scale, x.dtype)
 
     def logits(self, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
         """The head in float32: ties in bf16 would change greedy output."""
-        return dense(hidden, self.head, jnp.float32)
+        logits = dense(hidden, self.head, jnp.float32)
+        if self.softcap is None:
+            return logits
+        return self.softcap * jnp.tanh(logits / self.softcap)
 
 
 def tables(config: TransformerConfig, params: Params) -> Shared:

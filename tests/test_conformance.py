@@ -14,9 +14,9 @@ import numpy as np
 import optax
 import pytest
 
-from specjax import certify, drafters, testing
+from specjax import certify, drafters, kv_cache, testing, training
 from specjax.certify import engine
-from specjax.drafters.base import Batch
+from specjax.drafters import base
 from specjax.drafters.draft_model import DraftModel
 from specjax.generate import (
     Model,
@@ -57,7 +57,7 @@ class Kit:
         drafter, weights = testing.tiny_drafter(name, self.target, self.params)
         drafter = wrap(drafter)
         self.drafter, self.weights = drafter, testing.perturb(weights)
-        self.run = jax.jit(functools.partial(self.target, taps=drafter.taps))
+        self.pass_ = jax.jit(functools.partial(self.target, taps=drafter.taps))
         self.prefill = jax.jit(drafter.prefill, static_argnums=5)
         self.draft = jax.jit(drafter.draft, static_argnums=4)
         self.commit = jax.jit(drafter.commit)
@@ -66,23 +66,37 @@ class Kit:
             return drafter.loss(weights, self.target.shared(params), batch, key)
 
         self.grad = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
-        self.out = self.run(self.params, TEXTS)
-
-    def read(self, lengths, tokens=TEXTS, out=None):
-        out = self.out if out is None else out
-        return self.prefill(
-            self.weights, self.shared, tokens, jnp.asarray(lengths), out.features, SLOTS
+        layers = base.kv_layers(drafter)
+        self.look = jax.jit(
+            functools.partial(
+                training.features, self.target, drafter.taps, kv_layers=layers
+            )
         )
 
-    def propose(self, state, anchor, sampling=SAMPLED, seed=0):
+    def run(self, tokens):
+        """A target's pass over whole texts, into an empty cache."""
+        cache = self.target.init_cache(len(tokens), SLOTS)
+        return self.pass_(self.params, tokens, cache)
+
+    def read(self, lengths, tokens=TEXTS):
+        """The state after so many tokens, and what a draft then sees of the target."""
+        lengths, out = jnp.asarray(lengths), self.run(tokens)
+        args = self.weights, self.shared, tokens, lengths, out.features, SLOTS
+        return self.prefill(*args), self.seen(out, lengths)
+
+    def seen(self, out, lengths):
+        cache = kv_cache.commit(out.cache, None, lengths)
+        return dataclasses.replace(self.shared, cache=cache)
+
+    def propose(self, read, anchor, sampling=SAMPLED, seed=0):
+        state, shared = read
         keys = jax.random.split(jax.random.key(seed), len(anchor))
-        return self.draft(self.weights, self.shared, state, anchor, sampling, keys)
+        return self.draft(self.weights, shared, state, anchor, sampling, keys)
 
     def batch(self, tokens=TEXTS, mask=None):
-        out = self.run(self.params, tokens)
         mask = jnp.arange(tokens.shape[1])[None] >= 3 if mask is None else mask
         mask = jnp.broadcast_to(mask, tokens.shape)
-        return Batch(tokens, mask, out.features, out.hidden)
+        return self.look(self.params, tokens, mask)
 
     def loss(self, batch, weights=None, seed=0):
         weights = self.weights if weights is None else weights
@@ -113,13 +127,14 @@ def play_round(kit, lengths, accepted):
     nodes = jnp.concatenate([TEXTS[rows, lengths[:, None]], draft.tokens], axis=1)
     at = lengths[:, None] + node
     text = TEXTS.at[rows, at].set(nodes)
-    features = kit.run(kit.params, text).features[rows, at]
+    features = kit.run(text).features[rows, at]
 
     kept = jnp.where(node < accepted[:, None], jnp.roll(nodes, -1, 1), -1)
     kept = jnp.where(node == accepted[:, None], 3, kept)
     verdict = Verdict(accepted, kept, jnp.ones(3, bool))
     state = kit.commit(kit.weights, kit.shared, state, verdict, nodes, features)
-    return state, text.at[rows[:, 0], lengths + accepted + 1].set(3, mode="drop")
+    text = text.at[rows[:, 0], lengths + accepted + 1].set(3, mode="drop")
+    return (state, kit.seen(kit.run(text), lengths + accepted + 1)), text
 
 
 def visible(tree):
@@ -151,7 +166,7 @@ def test_shapes_and_dtypes_are_those_of_the_protocol(kit):
     drawn = jnp.take_along_axis(draft.probs, draft.tokens[..., None], -1)
     assert np.all(drawn > 0) and np.all(draft.tokens >= 0) and np.all(draft.tokens < V)
     assert kit.drafter.tree.depth == G
-    assert kit.out.features.shape[-1] == len(kit.drafter.taps) * 16
+    assert kit.run(TEXTS).features.shape[-1] == len(kit.drafter.taps) * 16
 
 
 def test_a_state_keeps_its_shapes_and_dtypes_over_a_round(kit):
@@ -163,13 +178,12 @@ def test_a_state_keeps_its_shapes_and_dtypes_over_a_round(kit):
 
 @pytest.mark.slow
 def test_jit_equals_eager(kit):
-    state, anchor = kit.read([20, 7, 5]), TEXTS[:, 0]
+    read, anchor = kit.read([20, 7, 5]), TEXTS[:, 0]
+    state, shared = read
     keys = jax.random.split(jax.random.key(0), 3)
     with jax.disable_jit():
-        draft, _ = kit.drafter.draft(
-            kit.weights, kit.shared, state, anchor, SAMPLED, keys
-        )
-    assert_same(draft, kit.propose(state, anchor)[0])
+        draft, _ = kit.drafter.draft(kit.weights, shared, state, anchor, SAMPLED, keys)
+    assert_same(draft, kit.propose(read, anchor)[0])
 
 
 def test_the_same_key_draws_the_same_draft_and_another_key_another(kit):
@@ -189,10 +203,9 @@ def test_rows_are_independent_of_their_place_neighbours_and_padding(kit):
     order = jnp.array([2, 0, 1])
     drafts = []
     for rows, tokens in ((jnp.arange(3), TEXTS), (order, garbled)):
-        out = kit.run(kit.params, tokens[rows])
-        state = kit.read(lengths[rows], tokens[rows], out)
+        state, shared = kit.read(lengths[rows], tokens[rows])
         draft, _ = kit.draft(
-            kit.weights, kit.shared, state, anchor[rows], SAMPLED, keys[rows]
+            kit.weights, shared, state, anchor[rows], SAMPLED, keys[rows]
         )
         drafts.append(draft)
     assert_same(jax.tree.map(lambda x: x[order], drafts[0]), drafts[1])
@@ -215,7 +228,7 @@ def test_commit_equals_prefill_of_the_longer_text(kit, accepted):
     accepted = np.minimum(accepted, kit.drafter.gamma)
     ours, text = play_round(kit, lengths, accepted)
     longer = lengths + accepted + 1
-    fresh = kit.read(longer, text, kit.run(kit.params, text))
+    fresh = kit.read(longer, text)
     assert_same(ours, fresh)
     anchor = jnp.full(3, 3, jnp.int32)
     assert_same(kit.propose(ours, anchor)[0], kit.propose(fresh, anchor)[0])
@@ -265,7 +278,7 @@ def test_every_method_works_on_shapes_alone_and_in_bf16(kit):
         return state, after, drafter.loss(*args, batch, jax.random.key(0))
 
     state, after, (loss, _) = jax.eval_shape(
-        everything, kit.weights, kit.shared, kit.batch()
+        everything, kit.weights, kit.read([5, 6, 7])[1], kit.batch()
     )
     assert state == after and loss.dtype == jnp.float32
 
@@ -297,9 +310,13 @@ def test_padding_and_masked_rows_do_not_change_the_loss(kit):
 def test_extra_columns_and_rows_do_not_change_the_loss(kit):
     mask = (jnp.arange(WIDTH) >= 3) & (jnp.arange(WIDTH) < 12)
     batch = kit.batch(mask=mask[None])
-    grow = lambda x: jnp.pad(x, ((0, 1), (0, 5)) + ((0, 0),) * (x.ndim - 2))
+    at = lambda axis: (
+        lambda x: jnp.pad(x, [(0, {0: 1, axis: 5}.get(i, 0)) for i in range(x.ndim)])
+    )
+    wider = jax.tree.map(at(1), dataclasses.replace(batch, kv=()))
+    wider = dataclasses.replace(wider, kv=jax.tree.map(at(2), batch.kv))
     loss, logs, _, _ = kit.loss(batch)
-    args = kit.weights, kit.shared, jax.tree.map(grow, batch), jax.random.key(0)
+    args = kit.weights, kit.shared, wider, jax.random.key(0)
     wide, wide_logs = jax.jit(kit.drafter.loss)(*args)
     np.testing.assert_allclose(loss, wide, rtol=1e-5)
     np.testing.assert_allclose(logs["alpha"], wide_logs["alpha"], rtol=1e-4)
@@ -396,13 +413,14 @@ def test_after_rounds_of_a_tree_a_state_is_that_of_a_prefill_of_the_text(name):
 
     lengths = run.cache.length
     text = jnp.concatenate([jnp.asarray(prompts), jnp.maximum(run.tokens, 0)], axis=1)
-    features = kit.target(kit.params, text, taps=drafter.taps).features
-    args = weights, kit.shared
-    fresh = drafter.prefill(*args, text, lengths, features, SLOTS)
+    out = kit.run(text)
+    fresh = drafter.prefill(weights, kit.shared, text, lengths, out.features, SLOTS)
     keys = jax.random.split(jax.random.key(0), 16)
     draft = jax.jit(drafter.draft, static_argnums=4)
+    own = dataclasses.replace(kit.shared, cache=run.cache)
     laws = [
-        draft(*args, s, run.anchor, SAMPLED, keys)[0].probs for s in (run.state, fresh)
+        draft(weights, shared, state, run.anchor, SAMPLED, keys)[0].probs
+        for shared, state in ((own, run.state), (kit.seen(out, lengths), fresh))
     ]
     going = np.asarray(run.reason) == 0
     assert going.any()

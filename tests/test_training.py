@@ -276,7 +276,7 @@ def test_a_batch_with_nothing_to_learn_moves_nothing_and_is_counted(pretrained):
     for step, empty in enumerate((False, False, True)):
         mask = TEXTS.mask[rows] & (not empty)
         batch = training.features(
-            pretrained,
+            pretrained.target,
             drafter.taps,
             pretrained.params,
             jnp.asarray(TEXTS.tokens[rows]),
@@ -303,11 +303,14 @@ def test_cached_features_are_those_computed_on_the_fly(pretrained, tmp_path):
     taps, done = (1, -1), []
     cache = build(tmp_path / "c", pretrained, taps, batch_size=4, progress=done.append)
     assert done == [4, 8, 10]  # the last batch is not full
-    run = jax.jit(functools.partial(training.features, pretrained, taps))
+    run = jax.jit(functools.partial(training.features, pretrained.target, taps))
     live = run(pretrained.params, TEXTS.tokens, TEXTS.mask)
     rows = np.array([9, 0, 3, 8, 9])  # any order, repeats too
-    for found, full in zip(cache.rows(rows), (live.features, live.hidden), strict=True):
-        wanted = np.asarray(full)[rows]
+    batch = cache.batch(TEXTS, rows)
+    np.testing.assert_array_equal(batch.tokens, TEXTS.tokens[rows])
+    pairs = ((batch.features, live.features), (batch.hidden, live.hidden))
+    for found, full in pairs:
+        found, wanted = np.asarray(found), np.asarray(full)[rows]
         assert found.dtype == np.float32
         np.testing.assert_allclose(found, wanted, rtol=2**-8, atol=1e-5)
         distances = np.abs(found[:, None] - np.asarray(full)[None]).sum((2, 3))

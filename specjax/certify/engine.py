@@ -103,10 +103,13 @@ def draw_many(target, drafter, sampling, rows: int, params, weights, prompt, key
     """Drafts of one state under many keys; the prompt's last token is the anchor."""
     shared, text = target.shared(params), prompt[:, :-1]
     lengths = jnp.full((1,), text.shape[1], jnp.int32)
-    features = target(params, text, taps=drafter.taps).features
     size = text.shape[1] + drafter.tree.num_nodes + 2
-    state = drafter.prefill(weights, shared, text, lengths, features, size)
-    state = jax.tree.map(lambda x: jnp.repeat(x, rows, axis=0), state)
+    out = target(params, text, target.init_cache(1, size), taps=drafter.taps)
+    cache = kv_cache.commit(out.cache, None, lengths)
+    state = drafter.prefill(weights, shared, text, lengths, out.features, size)
+    many = lambda x: jnp.repeat(x, rows, axis=0)
+    state, cache = jax.tree.map(many, (state, cache))
+    shared = dataclasses.replace(shared, cache=cache)
     anchor = jnp.repeat(prompt[:, -1], rows)
     keys = jax.random.split(key, rows)
     return drafter.draft(weights, shared, state, anchor, sampling, keys)[0]

@@ -38,6 +38,7 @@ class Train:
 
     def run(self) -> None:
         from specjax import checkpoints, drafters, targets, training
+        from specjax.drafters import base
 
         drafters.get(self.drafter)  # an unknown name says which are known
         common.check_writable(self.json)
@@ -62,7 +63,11 @@ class Train:
         if self.feature_cache:
             print(f"features of {len(texts)} texts -> {self.feature_cache}")
             cache = training.cache_features(
-                self.feature_cache, pretrained, drafter.taps, texts
+                self.feature_cache,
+                pretrained,
+                drafter.taps,
+                texts,
+                kv_layers=base.kv_layers(drafter),
             )
         with _TrainLog(out, config.steps) as log:
             params = training.train(

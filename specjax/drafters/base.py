@@ -43,11 +43,17 @@ class Batch:
     mask: Bool[Array, "B T"]  # True on the tokens to learn (the answers)
     features: Float[Array, "B T MD"]  # the drafter's taps
     hidden: Float[Array, "B T D"]  # the state that the target's head reads
+    # Keys and values [B K T E] of the target's layers that `kv_layers` names.
+    kv: tuple[tuple[Array, Array], ...] = ()
 
 
 @runtime_checkable
 class Drafter(Protocol):
     """See the module's docstring. Batch first; `keys` has one key a row.
+
+    A drafter that attends to the target's own keys and values names the layers that it
+    reads in a property `kv_layers`. It finds them in `shared.cache` when it drafts, the
+    committed text below the cache's length, and in `Batch.kv` when it is trained.
 
     The hidden word of the protocol is `length`: a row's committed tokens whose features
     the drafter has seen. The anchor is at that position and its features come only with
@@ -144,6 +150,11 @@ class Drafter(Protocol):
         up to a position, so that tau = 1 + sum of survival (`acceptance` makes both).
         """
         ...
+
+
+def kv_layers(drafter: Any) -> tuple[int, ...]:
+    """Layers of the target whose keys and values a drafter reads; mostly none."""
+    return getattr(drafter, "kv_layers", ())
 
 
 def draw(

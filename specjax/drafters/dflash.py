@@ -297,7 +297,8 @@ class DFlash:
     ) -> Float[Array, "*B N D"]:
         """Eq. 2."""
         masks = jnp.full((*anchors.shape, self.gamma), self.mask_token_id)
-        return shared.embed[jnp.concatenate([anchors[..., None], masks], axis=-1)]
+        block = jnp.concatenate([anchors[..., None], masks], axis=-1)
+        return shared.embedding(block)
 
     def prefill(
         self, params, shared: Shared, tokens, lengths, features, cache_size

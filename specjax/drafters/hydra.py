@@ -238,7 +238,7 @@ class Hydra:
 
     def draft(self, params, shared, state: State, anchor, sampling, keys):
         tree, B = self.tree, anchor.shape[0]
-        known = jnp.stack([state.feature, shared.embed[anchor]], axis=1)  # [B 2 D]
+        known = jnp.stack([state.feature, shared.embedding(anchor)], axis=1)  # [B 2 D]
         _, logits = self.head(params, shared, 1, known)
         # The heads have weights of their own shapes: a level chooses its head.
         heads = [
@@ -250,7 +250,7 @@ class Hydra:
             W = tokens.shape[1]
             held = jax.lax.dynamic_update_slice(held, tokens, (0, level * W))
             above = jnp.broadcast_to(known[:, None], (B, W, *known.shape[1:]))
-            path = shared.embed[path_tokens(held, sees)]
+            path = shared.embedding(path_tokens(held, sees))
             read = jnp.concatenate([above, path], axis=2)
             return jax.lax.switch(level, heads, read), held
 
@@ -267,7 +267,7 @@ class Hydra:
         tokens, depth = batch.tokens, self.tree.depth
         g, _ = self.context(params, batch.features)
         coming = [base.shift(tokens, k) for k in range(1, self.num_heads + 1)]
-        read = jnp.stack([g, *(shared.embed[x] for x in coming)], axis=2)
+        read = jnp.stack([g, *(shared.embedding(x) for x in coming)], axis=2)
         thin = lambda x: x[:, :: base.THIN]
         target = None
         if self.w_teacher:

@@ -182,7 +182,7 @@ class MTP:
         """
         states, h = [], hidden
         for k in range(1, num_steps + 1):
-            e = shared.embed[base.shift(tokens, k)]
+            e = shared.embedding(base.shift(tokens, k))
             g, h, _ = self.module(params, min(k, self.num_modules), h, e)
             states.append(g)
         return states
@@ -197,7 +197,7 @@ class MTP:
         cache = mla.init_cache(c, self.num_modules, B, size, features.dtype)
         h = features
         for k in range(1, self.num_modules + 1):
-            e = shared.embed[base.shift(tokens, k)]
+            e = shared.embedding(base.shift(tokens, k))
             _, h, cache = self.module(params, k, h, e, cache)
         return read_text(cache, P, tokens, features, lengths)
 
@@ -231,7 +231,7 @@ class MTP:
         ids = jnp.pad(state.tokens, ((0, 0), (0, D))).at[rows, n].set(anchor)
         h, cache, laws, ends = state.features, state.cache, [], []
         for k in range(1, D + 1):
-            e = shared.embed[ids[:, k : k + self.window]]
+            e = shared.embedding(ids[:, k : k + self.window])
             g, h, cache = self.module(params, k, h, e, cache)
             end = jnp.maximum(n - k, 0)
             laws.append(g[rows, end])
@@ -249,7 +249,7 @@ class MTP:
         D, (B, W), M = self.num_modules, tokens.shape, sees.shape[2]
         above = draft_tree.above(sees, level)  # 0: the anchor
         h = known[jnp.arange(B)[:, None], above]  # [B W D Width]
-        e = shared.embed[tokens]
+        e = shared.embedding(tokens)
         depths = np.repeat(np.arange(M // W), W).astype(np.int32)
 
         new = [h[:, :, k] for k in range(D)]

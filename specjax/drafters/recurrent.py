@@ -91,7 +91,7 @@ class Recurrent(abc.ABC):
         """
         tokens, g = pairs
         block = locate(self.config, tokens.shape, cache, ancestors, depths, behind)
-        e = shared.embed[tokens]
+        e = shared.embedding(tokens)
         y, (k, v) = self.step(params, e, g, block, (cache.k[0], cache.v[0]))
         return y, KVCache((k,), (v,), cache.length)
 
@@ -167,13 +167,13 @@ class Recurrent(abc.ABC):
         drafted from t and all were right.
         """
         B, T = tokens.shape
-        e = shared.embed[base.shift(tokens, 1)]
+        e = shared.embedding(base.shift(tokens, 1))
         block = locate(self.config, (B, T), None, None, None)
         y, (k, v) = self.step(params, e, g, block, None)
         slots, outputs, rows = Unrolled(k, v), [y[:, ::every]], np.arange(0, T, every)
         for i in range(1, steps):
             block = unrolled(self.config, B, rows, T, i)
-            e = shared.embed[base.shift(tokens, 1 + i)[:, ::every]]
+            e = shared.embedding(base.shift(tokens, 1 + i)[:, ::every])
             y, slots = self.step(params, e, outputs[-1], block, slots)
             outputs.append(y)
         return outputs
