@@ -17,8 +17,9 @@ from specjax.typing import Array, Float, Int
 
 @pytree
 class KVCache:
-    k: tuple[Float[Array, "B K S E"], ...]  # keys after rotary embedding, one per layer
-    v: tuple[Float[Array, "B K S X"], ...]  # X = E; 0 where the values lie within k
+    # Keys after rotary embedding, one per layer; K and E may differ between layers.
+    k: tuple[Float[Array, "B _K S _E"], ...]
+    v: tuple[Float[Array, "B _K S _E"], ...]  # no width where the values lie within k
     length: Int[Array, "B"]  # slots that exist, = position of the next token
 
     @property

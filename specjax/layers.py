@@ -7,6 +7,7 @@ the activations.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import flax.linen as nn
@@ -20,10 +21,13 @@ from specjax.typing import Array, Bool, Float, Int
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Rotary embedding with the published scalings: linear, llama3, yarn."""
+    """Rotary embedding with the published scalings.
+
+    "proportional" (Gemma 4) turns the first `partial` of the pairs, the others not.
+    """
 
     theta: float = 10_000.0
-    scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
+    scaling: Literal["none", "linear", "llama3", "yarn", "proportional"] = "none"
     factor: float = 1.0
     original_max_position: int = 8192  # tokens; llama3 and yarn only
     low_freq_factor: float = 1.0  # llama3 only
@@ -32,12 +36,13 @@ class Rope:
     beta_slow: float = 1.0  # yarn only
     attention_factor: float | None = None  # yarn only; None derives it from factor
     truncate: bool = True  # yarn only: ramp ends on whole dimensions
+    partial: float = 1.0  # proportional only
 
     def __post_init__(self):
-        if self.scaling not in ("none", "linear", "llama3", "yarn"):
+        known = ("none", "linear", "llama3", "yarn", "proportional")
+        if self.scaling not in known:
             raise ValueError(
-                f"unknown rope scaling {self.scaling!r}; "
-                "known: none, linear, llama3, yarn."
+                f"unknown rope scaling {self.scaling!r}; known: {', '.join(known)}."
             )
         if self.theta <= 0 or self.factor <= 0:
             raise ValueError(
@@ -55,6 +60,9 @@ class Rope:
             inverse = self._llama3(inverse)
         elif self.scaling == "yarn":
             inverse = self._yarn(inverse, head_width)
+        elif self.scaling == "proportional":
+            turned = int(self.partial * head_width // 2)
+            inverse = np.where(np.arange(len(inverse)) < turned, inverse, 0.0)
         return inverse.astype(np.float32)
 
     @property
@@ -223,11 +231,40 @@ def ungroup_queries(out: Float[Array, "B K Q E"], num_positions: int) -> Array:
     return rearrange(out, "B K (G T) E -> B T (K G E)", T=num_positions)
 
 
+def gelu(x: Array) -> Array:
+    """GELU in its tanh form."""
+    return jax.nn.gelu(x, approximate=True)
+
+
+def mixture(
+    rows: Float[Array, "R D"],
+    chosen: Int[Array, "R Y"],
+    weights: Float[Array, "R Y"],
+    gate_up: Float[Array, "X D TwoF"],
+    down: Float[Array, "X F D"],
+    activation: Callable[[Array], Array] = jax.nn.silu,
+) -> Float[Array, "R D"]:
+    """Each row's weighted sum of its Y experts' gated MLPs.
+
+    The rows are sorted by expert, so that each expert is one product.
+    """
+    (X, F, _), Y = down.shape, chosen.shape[1]
+    order = jnp.argsort(chosen.reshape(-1))
+    sizes = jnp.bincount(chosen.reshape(-1), length=X).astype(jnp.int32)
+    source = order // Y
+    hidden = jax.lax.ragged_dot(rows[source], gate_up, sizes)
+    hidden = activation(hidden[:, :F]) * hidden[:, F:]
+    out = jax.lax.ragged_dot(hidden, down, sizes)
+    weights = weights.reshape(-1)[order].astype(out.dtype)
+    return jnp.zeros_like(rows).at[source].add(out * weights[:, None])
+
+
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)); gate and up are one matrix [2 F D]."""
+    """down(act(gate(x)) * up(x)); gate and up are one matrix [2 F D]."""
 
     mlp_width: int
     use_bias: bool = False
+    activation: Callable[[Array], Array] = jax.nn.silu
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
@@ -237,7 +274,7 @@ class GatedMLP(nn.Module):
         hidden = dense(x, self.param("gate_up", normal, (2, F, D)))
         if self.use_bias:
             hidden = hidden + self.param("gate_up_bias", zeros, (2, F))[None, None]
-        hidden = jax.nn.silu(hidden[..., 0, :]) * hidden[..., 1, :]
+        hidden = self.activation(hidden[..., 0, :]) * hidden[..., 1, :]
         out = dense(hidden, self.param("down", normal, (D, F)))
         if self.use_bias:
             out = out + self.param("down_bias", zeros, (D,))[None, None]

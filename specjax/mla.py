@@ -43,6 +43,7 @@ from specjax.layers import (
     attend,
     dense,
     group_queries,
+    mixture,
     rotate,
 )
 from specjax.transformer import Transformer, TransformerConfig
@@ -171,30 +172,23 @@ def route(
 
 
 class Experts(nn.Module):
-    """Eq. 6. The rows are sorted by expert, so that each expert is one product."""
+    """Eq. 6."""
 
     config: DeepSeekConfig
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         c, D, X = self.config, x.shape[-1], self.config.num_experts
-        normal, Y, F = nn.initializers.normal(0.02), c.experts_per_token, c.expert_width
+        normal, F = nn.initializers.normal(0.02), c.expert_width
         rows = x.reshape(-1, D)
         router = self.param("router", normal, (X, D)).astype(jnp.float32)
         bias = self.param("router_bias", nn.initializers.zeros, (X,))
         scores = jax.nn.sigmoid(dense(rows.astype(jnp.float32), router))
         chosen, weights = route(c, scores, bias.astype(jnp.float32))
 
-        order = jnp.argsort(chosen.reshape(-1))
-        sizes = jnp.bincount(chosen.reshape(-1), length=X).astype(jnp.int32)
-        source = order // Y
         gate_up = self.param("gate_up", normal, (X, D, 2 * F))
         down = self.param("down", normal, (X, F, D))
-        hidden = jax.lax.ragged_dot(rows[source], gate_up, sizes)
-        hidden = jax.nn.silu(hidden[:, :F]) * hidden[:, F:]
-        out = jax.lax.ragged_dot(hidden, down, sizes)
-        weights = weights.reshape(-1)[order].astype(out.dtype)
-        out = jnp.zeros_like(rows).at[source].add(out * weights[:, None])
+        out = mixture(rows, chosen, weights, gate_up, down)
         shared = GatedMLP(F * c.num_shared_experts, name="shared")(x)
         return out.reshape(x.shape) + shared
 

@@ -207,13 +207,16 @@ class Transformer(nn.Module):
         normal = nn.initializers.normal(0.02)
         self.embed = self.param("embed", normal, (c.vocab_size, c.width))
         self.layer = [self.make_layer(i) for i in range(c.num_layers)]
-        self.norm = RMSNorm(c.norm_eps)
+        self.norm = self.make_norm()
         if not c.tie_embeddings:
             self.param("head", normal, (c.vocab_size, c.width))  # read by `tables`
 
     def make_layer(self, i: int) -> nn.Module:
         """Layer i; a stack of another kind of layers makes its own."""
         return Layer(self.config, self.config.window(i))
+
+    def make_norm(self) -> nn.Module:
+        return RMSNorm(self.config.norm_eps)
 
     def __call__(
         self,

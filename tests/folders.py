@@ -22,8 +22,16 @@ TEMPLATE = (
 )
 
 
-def fill(shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
-    """Weights by the rank of their sorted names; sines in float64, then float32."""
+ONES = ("layer_scalar", "router.scale", "per_expert_scale")  # near 1, as norms are
+
+
+def fill(
+    shapes: dict[str, tuple[int, ...]], norm: float = 1.0
+) -> dict[str, np.ndarray]:
+    """Weights by the rank of their sorted names; sines in float64, then float32.
+
+    `norm` is what the weights of norms lie around: 0 in families that add 1.
+    """
     tensors = {}
     for rank, name in enumerate(sorted(shapes)):
         shape = tuple(shapes[name])
@@ -31,6 +39,8 @@ def fill(shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
         a = np.sin(12.9898 * k + 78.233 * (rank + 1)) * 43758.5453
         u = (a - np.floor(a) - 0.5).reshape(shape)
         if "norm" in name and name.endswith("weight"):
+            u = norm + 0.2 * u
+        elif name.endswith(ONES):
             u = 1 + 0.2 * u
         else:
             u = 0.2 * u if len(shape) == 1 else 2 * u / np.sqrt(shape[-1])
@@ -111,6 +121,59 @@ def deepseek_shapes(
         for e in range(c["n_routed_experts"]):
             gates(f"{at}mlp.experts.{e}", F)
         gates(f"{at}mlp.shared_experts", F * c["n_shared_experts"])
+    return found
+
+
+def gemma_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The same of Gemma 3's and 4's text form; a layer without own keys has none."""
+    c, D, F, H = config, config["hidden_size"], config["intermediate_size"], 4
+    L, four = c["num_hidden_layers"], c["model_type"] == "gemma4_text"
+    P, shared = c.get("hidden_size_per_layer_input", 0), c.get("num_kv_shared_layers")
+    found = {"model.norm.weight": (D,)}
+    found["model.embed_tokens.weight"] = (c["vocab_size"], D)
+    if P:
+        found["model.embed_tokens_per_layer.weight"] = (64, L * P)
+        found["model.per_layer_model_projection.weight"] = (L * P, D)
+        found["model.per_layer_projection_norm.weight"] = (P,)
+    for i, kind in enumerate(c["layer_types"]):
+        at, full = f"model.layers.{i}.", kind == "full_attention"
+        E = c["global_head_dim"] if four and full else c["head_dim"]
+        equal = full and c.get("attention_k_eq_v", False)
+        K = c["num_global_key_value_heads"] if equal else c["num_key_value_heads"]
+        owns = i < L - (shared or 0)
+        for x in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
+            found[f"{at}{x}_layernorm.weight"] = (D,)
+        found[f"{at}self_attn.q_proj.weight"] = (H * E, D)
+        found[f"{at}self_attn.q_norm.weight"] = (E,)
+        found[f"{at}self_attn.o_proj.weight"] = (D, H * E)
+        if owns:
+            found[f"{at}self_attn.k_proj.weight"] = (K * E, D)
+            found[f"{at}self_attn.k_norm.weight"] = (E,)
+        if owns and not equal:
+            found[f"{at}self_attn.v_proj.weight"] = (K * E, D)
+        width = F if owns or not c.get("use_double_wide_mlp") else 2 * F
+        for x, shape in (
+            ("gate", (width, D)),
+            ("up", (width, D)),
+            ("down", (D, width)),
+        ):
+            found[f"{at}mlp.{x}_proj.weight"] = shape
+        if four:
+            found[f"{at}layer_scalar"] = (1,)
+        if P:
+            found[f"{at}per_layer_input_gate.weight"] = (P, D)
+            found[f"{at}per_layer_projection.weight"] = (D, P)
+            found[f"{at}post_per_layer_input_norm.weight"] = (D,)
+        if c.get("enable_moe_block"):
+            X, I = c["num_experts"], c["moe_intermediate_size"]
+            for x in ("post_feedforward_layernorm_1", "post_feedforward_layernorm_2"):
+                found[f"{at}{x}.weight"] = (D,)
+            found[f"{at}pre_feedforward_layernorm_2.weight"] = (D,)
+            found[f"{at}router.proj.weight"] = (X, D)
+            found[f"{at}router.scale"] = (D,)
+            found[f"{at}router.per_expert_scale"] = (X,)
+            found[f"{at}experts.gate_up_proj"] = (X, 2 * I, D)
+            found[f"{at}experts.down_proj"] = (X, D, I)
     return found
 
 

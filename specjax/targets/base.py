@@ -1,9 +1,11 @@
 """What the engine and the drafters may ask of a target."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
+import numpy as np
 
 from specjax.kv_cache import KVCache
 from specjax.transformer import Output, Shared, TransformerConfig
@@ -29,6 +31,16 @@ class Target(Protocol):
     def logits(self, params: Params, hidden: Float[Array, "*B D"]) -> Array: ...
 
     def shared(self, params: Params) -> Shared: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One of our arrays and the stored tensors that make it up."""
+
+    sources: list[tuple[str, tuple[int, ...]]]  # names and shapes as stored
+    join: Callable[[list[np.ndarray]], np.ndarray] = lambda parts: parts[0]
+    part: Callable[[np.ndarray], list[np.ndarray]] = lambda array: [array]
+    dtype: Any = None  # of our array, whatever the others have
 
 
 @dataclasses.dataclass(frozen=True)

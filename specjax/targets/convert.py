@@ -1,8 +1,8 @@
 """Hugging Face configs and tensors to ours and back.
 
-Facts: `transformers` 5.24 modelling files of llama, qwen2, qwen3 and deepseek_v3, and
-the configs of the released models. Everything in a file is either read or refused by
-its name. What is DeepSeek's own stands in `deepseek.py`.
+Facts: `transformers` 5.24 modelling files of llama, qwen2, qwen3, deepseek_v3, gemma3
+and gemma4, and the configs of the released models. Everything in a file is either read
+or refused by its name. What is a family's own stands in `deepseek.py` and `gemma.py`.
 """
 
 import dataclasses
@@ -12,17 +12,20 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.gemma import GemmaConfig
 from specjax.layers import Rope
 from specjax.mla import DeepSeekConfig
-from specjax.targets import deepseek
+from specjax.targets import deepseek, gemma
+from specjax.targets.base import Leaf
 from specjax.targets.llama import Llama
 from specjax.transformer import TransformerConfig
 from specjax.typing import Params
 
-FAMILIES = ("llama", "qwen2", "qwen3", "deepseek_v3")
+FAMILIES = ("llama", "qwen2", "qwen3", "deepseek_v3", *gemma.FAMILIES)
 ORIGINAL = "original_max_position_embeddings"
 ROPE_KEYS = {  # rope type -> keys that it needs, keys that have defaults
     "linear": (("factor",), ()),
+    "proportional": (("partial_rotary_factor",), ()),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor", ORIGINAL), ()),
     "yarn": (
         (),
@@ -38,6 +41,14 @@ def config_from_hf(config: Mapping[str, Any]) -> TransformerConfig:
         raise NotImplementedError(
             f"model_type {family!r} is not supported; known: {', '.join(FAMILIES)}."
         )
+    _refuse_quantised(config)
+    if family in gemma.FAMILIES:
+        try:
+            return gemma.config_from_hf(config, _rope)
+        except KeyError as error:
+            raise ValueError(
+                f"config.json of a {family} model lacks {error.args[0]}."
+            ) from None
     _refuse(config)
     if family == "deepseek_v3":
         return _deepseek(config)
@@ -91,16 +102,21 @@ def target_of(config: TransformerConfig) -> Llama:
     """The target that a config describes."""
     if isinstance(config, DeepSeekConfig):
         return deepseek.DeepSeek(config)
+    if isinstance(config, GemmaConfig):
+        return gemma.Gemma(config)
     return Llama(config)
 
 
-def _refuse(config: Mapping[str, Any]) -> None:
-    """Names what changes the forward pass and is not built here."""
+def _refuse_quantised(config: Mapping[str, Any]) -> None:
     if quantization := config.get("quantization_config"):
         method = quantization.get("quant_method", "unknown")
         raise NotImplementedError(
             f"weights quantised by {method!r} are not read; load the plain ones."
         )
+
+
+def _refuse(config: Mapping[str, Any]) -> None:
+    """Names what changes the forward pass and is not built here."""
     rope = config.get("rope_parameters") or {}
     if nested := [k for k, v in rope.items() if isinstance(v, Mapping)]:
         raise NotImplementedError(
@@ -147,7 +163,9 @@ def _rope(config: Mapping[str, Any]) -> Rope:
             raise KeyError(f"{key} of rope type {kind!r}")
     fields: dict[str, Any] = {k: scaling[k] for k in required}
     fields |= {k: scaling[k] for k in optional if scaling.get(k) is not None}
-    if kind != "linear":
+    if kind == "proportional":
+        fields["partial"] = fields.pop("partial_rotary_factor")
+    elif kind != "linear":
         original = int(fields.pop(ORIGINAL, _max_positions(config)))
         fields["original_max_position"] = original
         fields.setdefault("factor", _max_positions(config) / original)
@@ -183,6 +201,8 @@ def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
     c = config
     if isinstance(c, DeepSeekConfig):
         return deepseek.config_to_hf(c, _rope_to_hf(c.rope))
+    if isinstance(c, GemmaConfig):
+        return _checked(gemma.config_to_hf(c, _rope_parameters), c)
     family = "qwen3" if c.qk_norm else "llama"
     if c.qkv_bias and not c.out_bias:
         family = "qwen2"
@@ -212,12 +232,23 @@ def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
             "sliding_window": next(w for w in c.windows if w),
             "layer_types": kinds,
         }
-    if config_from_hf(values) != c:
+    return _checked(values, c)
+
+
+def _checked(values: dict[str, Any], config: TransformerConfig) -> dict[str, Any]:
+    """A config.json, or the error that it does not say what the config says."""
+    if config_from_hf(values) != config:
         raise NotImplementedError(
-            f"no {family} config.json says what {c} says: its biases, norms or "
-            "windows are not those of any Hugging Face family."
+            f"no {values['model_type']} config.json says what {config} says: its "
+            "biases, norms or windows are not those of any Hugging Face family."
         )
     return values
+
+
+def _rope_parameters(rope: Rope) -> dict[str, Any]:
+    """The newer spelling, which has the base among the parameters."""
+    scaling = _rope_to_hf(rope) or {"rope_type": "default"}
+    return {"rope_theta": rope.theta} | scaling
 
 
 def _rope_to_hf(rope: Rope) -> dict[str, Any] | None:
@@ -226,6 +257,7 @@ def _rope_to_hf(rope: Rope) -> dict[str, Any] | None:
     required, optional = ROPE_KEYS[rope.scaling]
     known = dataclasses.asdict(rope)
     known[ORIGINAL] = rope.original_max_position
+    known["partial_rotary_factor"] = rope.partial
     return {"rope_type": rope.scaling} | {k: known[k] for k in (*required, *optional)}
 
 
@@ -288,21 +320,23 @@ def _part_qkv(config: TransformerConfig, qkv: np.ndarray) -> list[np.ndarray]:
     return [join(qkv[:, :G]), join(qkv[:, G : G + 1]), join(qkv[:, G + 1 :])]
 
 
-def _leaves(config: TransformerConfig) -> dict[str, deepseek.Leaf]:
+def _leaves(config: TransformerConfig) -> dict[str, Leaf]:
     """Every leaf of the parameters with how stored tensors make it up."""
     if isinstance(config, DeepSeekConfig):
         return deepseek.plan(config)
+    if isinstance(config, GemmaConfig):
+        return gemma.plan(config)
     leaves = {}
     for path, sources in _plan(config).items():
-        leaves[path] = deepseek.Leaf(sources)
+        leaves[path] = Leaf(sources)
         if path.endswith(("attention.qkv", "attention.qkv_bias")):
-            leaves[path] = deepseek.Leaf(
+            leaves[path] = Leaf(
                 sources,
                 lambda parts: _join_qkv(config, *parts),
                 lambda array: _part_qkv(config, array),
             )
         elif "gate_up" in path:
-            leaves[path] = deepseek.Leaf(sources, np.stack, list)
+            leaves[path] = Leaf(sources, np.stack, list)
     return leaves
 
 
@@ -315,6 +349,9 @@ def params_from_tensors(
         ignored |= {"lm_head.weight"} & set(tensors)  # the flag rules over the file
     if isinstance(config, DeepSeekConfig):
         ignored |= {n for n in tensors if deepseek.is_module(config, n)}
+    if isinstance(config, GemmaConfig):
+        tensors = gemma.text_tensors(tensors)
+        ignored |= gemma.unused(config)
     return _read(_leaves(config), tensors, dtype, ignored)
 
 
@@ -349,7 +386,7 @@ def module_params(
 
 
 def _read(
-    leaves: Mapping[str, deepseek.Leaf],
+    leaves: Mapping[str, Leaf],
     tensors: Mapping[str, np.ndarray],
     dtype: Any,
     ignored: set[str],
@@ -377,10 +414,8 @@ def _read(
         at = params
         for parent in parents:
             at = at.setdefault(parent, {})
-        # What only shifts the choice of experts is small beside the scores.
-        kind = jnp.float32 if last == "router_bias" else dtype
         parts = [np.asarray(tensors[name]) for name, _ in leaf.sources]
-        at[last] = jnp.asarray(leaf.join(parts), kind)
+        at[last] = jnp.asarray(leaf.join(parts), leaf.dtype or dtype)
     return params
 
 

@@ -7,7 +7,7 @@ each other, so those rows are reordered on the way in and back on the way out.
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from specjax import mla
 from specjax.kv_cache import KVCache
 from specjax.layers import Rope
 from specjax.mla import DeepSeekConfig
+from specjax.targets.base import Leaf
 from specjax.targets.llama import Llama
 from specjax.transformer import Output
 from specjax.typing import Params, PRNGKey
@@ -147,15 +148,6 @@ def config_to_hf(config: DeepSeekConfig, rope: dict[str, Any] | None):
     }
 
 
-@dataclasses.dataclass(frozen=True)
-class Leaf:
-    """One of our arrays and the stored tensors that make it up."""
-
-    sources: list[tuple[str, tuple[int, ...]]]  # names and shapes as stored
-    join: Callable[[list[np.ndarray]], np.ndarray] = lambda parts: parts[0]
-    part: Callable[[np.ndarray], list[np.ndarray]] = lambda array: [array]
-
-
 def _halves(x: np.ndarray, fixed: int, axis: int) -> np.ndarray:
     """Rows past the first `fixed`, even ones then odd ones."""
     head, tail = np.split(x, [fixed], axis)
@@ -228,7 +220,10 @@ def _experts(c: DeepSeekConfig, name: str) -> dict[str, Leaf]:
     shared = _gates(f"{name}.shared_experts", F * c.num_shared_experts, D)
     return {
         "router": Leaf([(f"{name}.gate.weight", (X, D))]),
-        "router_bias": Leaf([(f"{name}.gate.e_score_correction_bias", (X,))]),
+        # What only shifts the choice of experts is small beside the scores.
+        "router_bias": Leaf(
+            [(f"{name}.gate.e_score_correction_bias", (X,))], dtype=jnp.float32
+        ),
         "gate_up": Leaf([*each("gate", F, D), *each("up", F, D)], join, part),
         "down": Leaf(
             each("down", D, F),

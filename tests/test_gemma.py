@@ -1,0 +1,162 @@
+"""Gemma 3 and 4 targets: recorded numbers, the cache of two kinds, files, spellings."""
+
+import dataclasses
+
+import folders
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax import gemma, kv_cache, targets
+from specjax.layers import Rope
+from specjax.targets import convert
+
+IDS = [3, 17, 42, 5, 60, 11, 29]
+S, F = "sliding_attention", "full_attention"
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "sliding_window": 4,
+    "max_position_embeddings": 128,
+    "eos_token_id": 0,
+}
+GEMMA3 = SHAPE | {
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 3,
+    "layer_types": [S, S, F],
+    "query_pre_attn_scalar": 16,
+    "rope_local_base_freq": 1e4,
+    "rope_theta": 1e6,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+}
+GEMMA4 = SHAPE | {
+    "model_type": "gemma4_text",
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 30.0,
+    "rope_parameters": {
+        S: {"rope_type": "default", "rope_theta": 1e4},
+        F: {"rope_type": "proportional", "rope_theta": 1e6}
+        | {"partial_rotary_factor": 0.25},
+    },
+}
+EQUAL = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+A = GEMMA4 | {
+    "num_hidden_layers": 6,
+    "layer_types": [S, S, F, S, S, F],
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 64,
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+}
+B = GEMMA4 | EQUAL | {"num_hidden_layers": 3, "layer_types": [S, S, F]}
+C = (
+    GEMMA4
+    | EQUAL
+    | {
+        "num_hidden_layers": 2,
+        "layer_types": [S, F],
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 24,
+    }
+)
+# Recorded from transformers 5.24 in float32: tensors; last row and row 2 of the logits,
+# their sum and that of absolutes; of row 6 the states H[0], H[1], H[L], key and value
+# of the first head of the last layer that has them; the likeliest ids.
+GOLDEN = {
+    "gemma3": (
+        GEMMA3,
+        41,
+        (0.809269, 0.227455, 0.829690, 0.380811, 0.648430, 0.102594),
+        (-0.062462, -0.876461, 0.933072),
+        (5.12873, 213.10187),
+        (-0.883932, -0.951561, -0.024368),
+        (0.713655, -0.230047, 0.570935),
+        (-0.747433, -1.558682, -1.369018),
+        (0.398787, 0.747174, 2.282840, -0.479325),
+        (0.237725, 0.985743, -0.110555, 1.023660),
+        (53, 61, 49, 54, 53, 53, 29),
+    ),
+    "gemma4 a": (
+        A,
+        98,
+        (-0.037243, -0.416510, 0.846007, -0.077180, -1.548168, 0.343037),
+        (-0.692026, 0.411766, -0.010539),
+        (14.36084, 206.07234),
+        (-0.883932, -0.951561, -0.024368),
+        (-0.538379, -2.079150, -0.705569),
+        (0.089387, -0.138624, -1.134364),
+        (0.637603, -1.419756, -0.175153, 1.410561),
+        (-1.222663, 1.153459, -1.248109, -0.482696),
+        (29, 61, 4, 61, 24, 18, 47),
+    ),
+    "gemma4 b": (
+        B,
+        43,
+        (0.294439, -0.572665, 0.098470, 0.592650, 0.294766, -0.994570),
+        (1.199590, -0.077268, 0.030440),
+        (45.42178, 228.64387),
+        (-0.883932, -0.951561, -0.024368),
+        (-3.272431, -0.955647, -0.621532),
+        (-0.428023, 0.275230, -0.180779),
+        (-0.134806, -0.393896, -0.494580, 0.498061),
+        (-0.213200, 0.307316, -0.524921, -0.100147),
+        (3, 3, 25, 21, 22, 22, 44),
+    ),
+    "gemma4 c": (
+        C,
+        45,
+        (0.233731, 0.538656, -0.117000, -0.937980, 0.196369, 0.672593),
+        (0.945296, 0.194712, -0.624175),
+        (42.20560, 208.67168),
+        (-0.883932, -0.951561, -0.024368),
+        (-1.718747, -0.180323, -1.008237),
+        (-1.188706, -0.900979, -0.195509),
+        (1.231453, 0.715404, 0.135365, -1.364985),
+        (1.340125, -0.549656, -1.541347, -0.919516),
+        (25, 25, 25, 25, 39, 61, 14),
+    ),
+}
+
+
+def tensors(config):
+    offset = 0.0 if config["model_type"] == "gemma3_text" else 1.0
+    return folders.fill(folders.gemma_shapes(config), offset)
+
+
+def load(tmp_path, config, stored=None):
+    folder = folders.write(
+        tmp_path / "m", config, tensors(config) if stored is None else stored
+    )
+    return targets.from_folder(folder)
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden_logits_states_and_cache(tmp_path, name):
+    config, count, last, third, sums, *states, key, value, best = GOLDEN[name]
+    assert len(tensors(config)) == count
+    model = load(tmp_path, config)
+    target, params = model.target, model.params
+
+    @jax.jit
+    def run(params, ids, cache):
+        out = target(params, ids, cache, taps=(0, 1, -1))
+        return target.logits(params, out.hidden)[0], out
+
+    logits, out = run(params, jnp.asarray([IDS]), target.init_cache(1, 16))
+    close = dict(atol=1e-4, rtol=0)
+    np.testing.assert_allclose(logits[-1, :6], last, **close)
+    np.testing.assert_allclose(logits[2, :3], third, **close)
+    np.testing.assert_allclose((logits.sum(), np.abs(logits).sum()), sums, atol=2e-3)
+    for state, golden in zip(np.split(out.features[0, -1], 3), states, strict=True):
+        np.testing.assert_allclose(state[:3], golden, **close)
+    np.testing.assert_allclose(out.cache.k[-1][0, 0, 6, :4], key, **close)
+    np.testing.assert_allclose(out.cache.v[-1][0, 0, 6, :4], value, **close)
+    assert tuple(logits.argmax(1)) == best
