@@ -110,12 +110,39 @@ def grow(
     return _grow_static(tree, logits, step, carry, sampling, keys)
 
 
-def above(sees: Bool[Array, "B W M"], level: Array) -> Int[Array, "B W"]:
-    """Slot of each node's parent plus 1 at a `Step`; 0 for the anchor.
+def grow_from(
+    tree: Tree | DynamicTree,
+    logits: Float[Array, "B V"],
+    output: Float[Array, "B D"],
+    step: Callable[..., tuple[Array, Array, Any]],
+    carry: Any,
+    sampling: Sampling,
+    keys: Keys,
+) -> tuple[Draft, Any]:
+    """`grow` for a drafter that feeds a node with its parent's output.
 
-    A drafter that feeds a node together with its parent's output keeps the outputs by
-    slot, the anchor's first.
+    Args:
+      output: of the pass that gave `logits`, at the anchor.
+      step: as `Step`, but also takes the parents' outputs [B W D] after the tokens and
+        returns its own [B W D] after the logits.
     """
+    rows, slots = jnp.arange(output.shape[0])[:, None], num_slots(tree)
+    outputs = jnp.pad(output[:, None], ((0, 0), (0, slots), (0, 0)))  # the anchor's 0
+
+    def one(carry, tokens, sees, level):
+        inner, outputs = carry
+        g = outputs[rows, above(sees, level)]
+        logits, new, inner = step(inner, tokens, g, sees, level)
+        at = 1 + level * tokens.shape[1]
+        outputs = jax.lax.dynamic_update_slice_in_dim(outputs, new, at, axis=1)
+        return logits, (inner, outputs)
+
+    draft, (carry, _) = grow(tree, logits, one, (carry, outputs), sampling, keys)
+    return draft, carry
+
+
+def above(sees: Bool[Array, "B W M"], level: Array) -> Int[Array, "B W"]:
+    """Slot of each node's parent plus 1 at a `Step`; 0 for the anchor."""
     slots = jnp.arange(sees.shape[2], dtype=jnp.int32)
     earlier = sees & (slots < level * sees.shape[1])[None, None]
     return jnp.max(jnp.where(earlier, slots + 1, 0), axis=2, initial=0)

@@ -165,15 +165,15 @@ def gemma_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
             found[f"{at}per_layer_projection.weight"] = (D, P)
             found[f"{at}post_per_layer_input_norm.weight"] = (D,)
         if c.get("enable_moe_block"):
-            X, I = c["num_experts"], c["moe_intermediate_size"]
+            X, inner = c["num_experts"], c["moe_intermediate_size"]
             for x in ("post_feedforward_layernorm_1", "post_feedforward_layernorm_2"):
                 found[f"{at}{x}.weight"] = (D,)
             found[f"{at}pre_feedforward_layernorm_2.weight"] = (D,)
             found[f"{at}router.proj.weight"] = (X, D)
             found[f"{at}router.scale"] = (D,)
             found[f"{at}router.per_expert_scale"] = (X,)
-            found[f"{at}experts.gate_up_proj"] = (X, 2 * I, D)
-            found[f"{at}experts.down_proj"] = (X, D, I)
+            found[f"{at}experts.gate_up_proj"] = (X, 2 * inner, D)
+            found[f"{at}experts.down_proj"] = (X, D, inner)
     return found
 
 

@@ -1,16 +1,12 @@
 """Gemma 3 and 4 targets: recorded numbers, the cache of two kinds, files, spellings."""
 
-import dataclasses
-
 import folders
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import gemma, kv_cache, targets
-from specjax.layers import Rope
-from specjax.targets import convert
+from specjax import targets
 
 IDS = [3, 17, 42, 5, 60, 11, 29]
 S, F = "sliding_attention", "full_attention"

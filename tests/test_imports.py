@@ -15,6 +15,7 @@ LAYERS = [
     {"typing", "pytree"},
     {"sampling", "tree", "sharding", "kernels"},
     {"layers", "kv_cache", "metrics", "verify", "draft_tree", "draft_vocab"},
+    {"clustered_head"},
     {"transformer", "mla", "gemma"},
     {"targets", "drafters"},
     {"generate", "training", "corpus", "checkpoints"},

@@ -2,7 +2,16 @@
 
 from typing import Any
 
-from specjax.drafters import dflash, draft_model, eagle, eagle3, hydra, medusa, mtp
+from specjax.drafters import (
+    dflash,
+    draft_model,
+    eagle,
+    eagle3,
+    gemma4_mtp,
+    hydra,
+    medusa,
+    mtp,
+)
 from specjax.drafters.base import Drafter
 
 REGISTRY: dict[str, type[Drafter]] = {
@@ -13,6 +22,7 @@ REGISTRY: dict[str, type[Drafter]] = {
     "eagle": eagle.Eagle,
     "eagle3": eagle3.Eagle3,
     "mtp": mtp.MTP,
+    "gemma4_mtp": gemma4_mtp.Gemma4MTP,
     "dflash": dflash.DFlash,
 }
 

@@ -13,7 +13,6 @@ import abc
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -120,12 +119,8 @@ class Recurrent(abc.ABC):
         slots = draft_tree.num_slots(self.tree)
         levels = max(self.tree.depth - 1, 1)
         depths = np.repeat(np.arange(levels), slots // levels).astype(np.int32)
-        # By slot, after the anchor's own.
-        outputs = jnp.pad(y[:, None], ((0, 0), (0, slots), (0, 0)))
 
-        def step(carry, tokens, sees, level):
-            cache, outputs = carry
-            g = outputs[rows[:, None], draft_tree.above(sees, level)]
+        def step(cache, tokens, g, sees, level):
             y, cache = self.forward(
                 params,
                 shared,
@@ -135,13 +130,11 @@ class Recurrent(abc.ABC):
                 depths=depths,
                 behind=level * tokens.shape[1],
             )
-            at = 1 + level * tokens.shape[1]
-            outputs = jax.lax.dynamic_update_slice_in_dim(outputs, y, at, axis=1)
-            return self.logits(params, shared, y), (cache, outputs)
+            return self.logits(params, shared, y), y, cache
 
         first = self.logits(params, shared, y)
-        draft, (cache, _) = draft_tree.grow(
-            self.tree, first, step, (cache, outputs), sampling, keys
+        draft, cache = draft_tree.grow_from(
+            self.tree, first, y, step, cache, sampling, keys
         )
         # Entries of drafted pairs stay past `length`, where nothing sees them.
         cache = dataclasses.replace(cache, length=state.cache.length)
