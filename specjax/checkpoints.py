@@ -17,11 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import drafters, targets
+from specjax.drafters.gemma4_mtp import Gemma4MTP
 from specjax.drafters.mtp import MTP
 from specjax.mla import DeepSeekConfig
 from specjax.targets import convert
 from specjax.transformer import Shared, TransformerConfig
 from specjax.typing import Params
+
+ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
 
 
 def flatten(params: Params) -> dict[str, np.ndarray]:
@@ -151,6 +154,22 @@ def inside(
     if not params:
         return None
     return "mtp", MTP.for_target(config, None, num_modules=len(params)), params
+
+
+def assistant(
+    folder: str | pathlib.Path, config: TransformerConfig, dtype: Any = jnp.float32
+) -> tuple[str, Gemma4MTP, Params]:
+    """The MTP drafter of a Gemma 4 target from the folder it is published as."""
+    folder = pathlib.Path(folder)
+    stored = json.loads((folder / "config.json").read_text())
+    if stored.get("model_type") not in ASSISTANTS:
+        raise ValueError(
+            f"{folder} holds a model of type {stored.get('model_type')!r}, no drafter; "
+            f"of Hugging Face folders {', '.join(ASSISTANTS)} are read as drafters."
+        )
+    fields, params = convert.assistant(stored, targets.read_tensors(folder), dtype)
+    drafter = dataclasses.replace(Gemma4MTP.for_target(config, None), **fields)
+    return "gemma4_mtp", drafter, params
 
 
 def shipped(target: str) -> dict[str, pathlib.Path]:

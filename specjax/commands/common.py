@@ -55,6 +55,9 @@ def load_drafter(spec: str, target_name: str, pretrained: Any):
             f"(shipped: {', '.join(shipped) or 'none'}). Train one with `specjax train "
             f"{spec} --target {target_name}` and give its folder."
         )
+    if (folder / "config.json").is_file() and not (folder / "drafter.json").is_file():
+        config = pretrained.target.config
+        return checkpoints.assistant(folder, config, pretrained.dtype)
     shared = pretrained.target.shared(pretrained.params)
     name, drafter, params = checkpoints.load(folder, shared, pretrained.dtype)
     return name, drafter, params

@@ -385,6 +385,33 @@ def module_params(
     return found
 
 
+def assistant(
+    config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], dtype: Any
+) -> tuple[dict[str, Any], Params]:
+    """Fields and parameters of the drafter in a Gemma 4 assistant's files."""
+    _refuse_quantised(config)
+    layers, width = (
+        gemma.assistant_config(config, _rope),
+        config["backbone_hidden_size"],
+    )
+    fields: dict[str, Any] = {"config": layers, "target_width": width}
+    if config.get("use_ordered_embeddings", False):
+        order = tensors.get("masked_embedding.token_ordering")
+        if order is None:
+            raise ValueError(
+                "config.json says use_ordered_embeddings but the weights lack "
+                "masked_embedding.token_ordering: which tokens a cluster holds is lost."
+            )
+        fields |= {
+            "order": tuple(np.asarray(order).astype(int).tolist()),
+            "num_clusters": config.get("num_centroids", 2048),
+            "num_scored": config.get("centroid_intermediate_top_k", 32),
+        }
+    leaves = gemma.assistant_plan(layers, width, fields.get("num_clusters", 0))
+    ignored = {"lm_head.weight", "masked_embedding.token_ordering"} & set(tensors)
+    return fields, _read(leaves, tensors, dtype, ignored)
+
+
 def _read(
     leaves: Mapping[str, Leaf],
     tensors: Mapping[str, np.ndarray],

@@ -336,6 +336,40 @@ def plan(config: GemmaConfig) -> dict[str, Leaf]:
     return found
 
 
+def assistant_config(
+    config: Mapping[str, Any], rope: Callable[[Mapping[str, Any]], Rope]
+) -> GemmaConfig:
+    """The layers of an assistant's config.json: none has keys of its own."""
+    inner = dict(config["text_config"])
+    if inner.get("hidden_size_per_layer_input") or inner.get("enable_moe_block"):
+        raise NotImplementedError(
+            "an assistant with per-layer inputs or experts is not supported."
+        )
+    inner |= {
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": inner["num_hidden_layers"],
+    }
+    return config_from_hf(inner, rope)
+
+
+def assistant_plan(c: GemmaConfig, target_width: int, num_clusters: int):
+    """Leaves of `drafters.gemma4_mtp`; the order of the tokens is none of them."""
+    table = (c.vocab_size, c.width)
+    found = {
+        "net.pre": Leaf([("pre_projection.weight", (c.width, 2 * target_width))]),
+        "net.post": Leaf([("post_projection.weight", (target_width, c.width))]),
+        "net.norm.scale": _norm(c, "model.norm", c.width),
+        "head": Leaf([("model.embed_tokens.weight", table)]),
+    }
+    if num_clusters:
+        shape = (num_clusters, c.width)
+        found["centroids"] = Leaf([("masked_embedding.centroids.weight", shape)])
+    for i in range(c.num_layers):
+        layer = layer_plan(c, i, f"model.layers.{i}")
+        found |= {f"net.layer_{i}.{x}": leaf for x, leaf in layer.items()}
+    return found
+
+
 def unused(config: GemmaConfig) -> set[str]:
     """Keys and values that a file may hold for layers that share others'."""
     return {

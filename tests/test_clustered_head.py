@@ -1,0 +1,92 @@
+"""The clustered head: recorded values, balanced clusters, and their orders."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.special import logsumexp
+
+from specjax import clustered_head
+
+
+def wave(t, *shape):
+    """The closed form of the record, in [-1/2, 1/2)."""
+    k = np.arange(1, np.prod(shape) + 1, dtype=np.float64)
+    a = np.sin(12.9898 * k + 78.233 * (t + 1)) * 43758.5453
+    return (a - np.floor(a) - 0.5).reshape(shape)
+
+
+Z, TABLE, CENTROIDS = 2 * wave(600, 16), wave(601, 64, 16) / 2, wave(602, 8, 16) / 2
+ORDER = ((27 * np.arange(64) + 5) % 64).reshape(8, 8)
+CLUSTERS = (7, 5)
+IDS = (45, 8, 35, 62, 25, 52, 15, 42, 61, 24, 51, 14, 41, 4, 31, 58)
+
+
+def test_the_recorded_clusters_and_logits():
+    """Two of eight clusters; the likeliest token of the whole head is missed."""
+    z, table, centroids = (jnp.asarray(x, jnp.float32) for x in (Z, TABLE, CENTROIDS))
+    order = jnp.asarray(ORDER)
+    best = clustered_head.best_clusters(z, centroids, 2)
+    assert tuple(best.tolist()) == CLUSTERS
+    assert order[best].ravel().tolist() == list(IDS)
+    logits = np.asarray(clustered_head.logits(z, centroids, table, order, 2))
+    assert np.flatnonzero(np.isfinite(logits)).tolist() == sorted(IDS)
+    dense = TABLE @ Z
+    np.testing.assert_allclose(
+        dense[:4], (-0.085810, 0.163854, -0.173897, 0.316589), atol=1e-6
+    )
+    assert dense.argmax() == 48 and logits.argmax() == 58
+    np.testing.assert_allclose(logits[58], 0.658123, atol=1e-5)
+    np.testing.assert_allclose(logsumexp(logits), 2.849176, atol=1e-5)
+    held = np.exp(logsumexp(dense[list(IDS)]) - logsumexp(dense))
+    np.testing.assert_allclose(held, 0.244232, atol=1e-6)
+
+
+def test_rows_of_a_batch_do_not_change_each_other():
+    z = jnp.asarray(np.random.default_rng(0).normal(size=(5, 16)), jnp.float32)
+    args = (
+        *(jnp.asarray(x, jnp.float32) for x in (CENTROIDS, TABLE)),
+        jnp.asarray(ORDER),
+    )
+    together = clustered_head.logits(z, *args, 2)
+    for row, alone in zip(together, z, strict=True):
+        np.testing.assert_allclose(
+            row, clustered_head.logits(alone, *args, 2), atol=1e-6
+        )
+
+
+def test_mass_is_the_sum_of_each_clusters_tokens():
+    p = np.random.default_rng(0).dirichlet(np.ones(64), 3)
+    found = clustered_head.mass(jnp.asarray(p, jnp.float32), jnp.asarray(ORDER))
+    by_hand = [[sum(row[t] for t in tokens) for tokens in ORDER] for row in p]
+    np.testing.assert_allclose(found, by_hand, atol=1e-6)
+
+
+def test_clusters_are_equal_in_size_and_find_well_parted_groups():
+    rng = np.random.default_rng(0)
+    centres = 10 * rng.normal(size=(4, 6))
+    group = rng.permutation(np.repeat(np.arange(4), 8))
+    rows = centres[group] + 0.1 * rng.normal(size=(32, 6))
+    order, means = clustered_head.build(rows, 4)
+    assert order.shape == (4, 8) and sorted(order.ravel()) == list(range(32))
+    assert all(len(set(group[tokens])) == 1 for tokens in order)
+    np.testing.assert_allclose(means, [rows[t].mean(0) for t in order], rtol=1e-5)
+
+
+def test_a_full_cluster_sends_its_farthest_rows_elsewhere():
+    rows = np.array([[0.0], [0.1], [0.2], [0.3], [5.0], [0.4]])
+    owner = clustered_head._assign(rows, np.array([[0.0], [5.0]]), 3)
+    assert owner.tolist() == [0, 0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("order", "clusters", "message"),
+    [
+        (np.zeros(64), 8, "holds 1 ids of 64"),
+        (np.arange(64) + 1, 8, "name each once"),
+        (np.arange(64), 9, "numbers that do: 4, 8, 16"),
+        (np.arange(64), 0, "numbers that do: 1, 2, 4"),
+    ],
+)
+def test_what_is_no_order_is_refused(order, clusters, message):
+    with pytest.raises(ValueError, match=message):
+        clustered_head.check_order(order, 64, clusters)
