@@ -1,12 +1,20 @@
 """Gemma 3 and 4 targets: recorded numbers, the cache of two kinds, files, spellings."""
 
+import dataclasses
+
 import folders
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import targets
+from specjax import drafters, kv_cache, targets, testing
+from specjax.generate import Model, Weights, autoregressive, generate
+from specjax.layers import Rope
+from specjax.sampling import GREEDY
+from specjax.targets import convert
+from specjax.transformer import Shared
+from specjax.tree import Tree
 
 IDS = [3, 17, 42, 5, 60, 11, 29]
 S, F = "sliding_attention", "full_attention"
@@ -156,3 +164,161 @@ def test_golden_logits_states_and_cache(tmp_path, name):
     np.testing.assert_allclose(out.cache.k[-1][0, 0, 6, :4], key, **close)
     np.testing.assert_allclose(out.cache.v[-1][0, 0, 6, :4], value, **close)
     assert tuple(logits.argmax(1)) == best
+
+
+# --- the cache of two kinds, files, spellings
+
+
+def test_chains_and_trees_through_the_cache_are_whole_texts(tmp_path):
+    """Past the window, and with layers that share others' keys."""
+    model = load(tmp_path, A)
+    target, params = model.target, model.params
+    run = jax.jit(lambda tokens, cache, **block: target(params, tokens, cache, **block))
+    tree = Tree((-1, 0, 0, 1, 2))
+    nodes = [7, 8, 9, 10, 12]
+    cache = run(jnp.asarray([IDS]), target.init_cache(1, 16)).cache
+    cache = kv_cache.commit(cache, None, jnp.array([7]))
+    assert len(cache.k) == 3 and cache.k[2].shape == (1, 2, 16, 32)
+    block = {"ancestors": tree.ancestors, "depths": tree.depths}
+    found = target(params, jnp.asarray([nodes]), cache, **block).hidden[0]
+    whole = jax.jit(lambda tokens: target(params, tokens).hidden[0])
+    for leaf in (3, 4):
+        path = np.flatnonzero(tree.ancestors[leaf])
+        text = [*IDS, *(nodes[i] for i in path)]
+        np.testing.assert_allclose(
+            found[path], whole(jnp.asarray([text]))[7:], atol=2e-4
+        )
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_saving_and_loading_keeps_config_and_weights(tmp_path, name):
+    config = GOLDEN[name][0]
+    model = load(tmp_path, config)
+    targets.save_pretrained(tmp_path / "again", model)
+    again = targets.from_folder(tmp_path / "again")
+    assert again.target == model.target
+    for a, b in zip(
+        jax.tree.leaves(again.params), jax.tree.leaves(model.params), strict=True
+    ):
+        np.testing.assert_allclose(a, b, atol=1e-7)
+
+
+def test_the_sizes_of_full_layers_in_their_newer_spelling():
+    newer = {k: v for k, v in B.items() if k != "num_global_key_value_heads"}
+    del newer["global_head_dim"]
+    newer["per_layer_config"] = {"2": {"head_dim": 32, "num_key_value_heads": 1}}
+    assert convert.config_from_hf(newer) == convert.config_from_hf(B)
+
+
+def test_a_multimodal_file_is_read_for_its_text(tmp_path):
+    own = load(tmp_path, B)
+    outer = {"model_type": "gemma4", "text_config": B, "eos_token_id": 0}
+    stored = {
+        n.replace("model.", "model.language_model.", 1): t
+        for n, t in tensors(B).items()
+    }
+    stored["model.vision_tower.patch.weight"] = np.zeros((2, 2), np.float32)
+    folder = folders.write(tmp_path / "multi", outer, stored)
+    found = targets.from_folder(folder)
+    assert found.target == own.target
+    np.testing.assert_array_equal(found.params["embed"], own.params["embed"])
+
+
+def test_keys_that_a_file_holds_for_sharing_layers_are_ignored(tmp_path):
+    stored = tensors(A)
+    name = "model.layers.4.self_attn.k_proj.weight"
+    folder = folders.write(
+        tmp_path / "m", A, stored | {name: stored[name.replace("4", "0")]}
+    )
+    assert "k" not in targets.from_folder(folder).params["layer_4"]["attention"]
+
+
+def test_defaults_are_those_of_the_classes():
+    """The last layer of Gemma 4 is full whatever the list says; PLE is on."""
+    bare = {k: v for k, v in SHAPE.items() if k not in ("head_dim", "sliding_window")}
+    four = convert.config_from_hf(
+        bare | {"model_type": "gemma4_text", "num_hidden_layers": 7}
+    )
+    assert [w is None for w in four.windows] == [False] * 5 + [True] * 2
+    assert (four.head_width, four.full_head_width, four.per_layer_width) == (
+        256,
+        512,
+        256,
+    )
+    assert four.rope == Rope(1e4) and four.full_rope == Rope(
+        1e6, "proportional", partial=0.25
+    )
+    three = convert.config_from_hf(
+        bare | {"model_type": "gemma3_text", "num_hidden_layers": 7}
+    )
+    assert [w is None for w in three.windows] == [False] * 5 + [True, False]
+    assert three.query_scale == 256**-0.5 and three.softcap is None
+
+
+def test_proportional_angles_turn_the_first_quarter_of_the_pairs():
+    found = Rope(1e6, "proportional", partial=0.25).frequencies(32)
+    right = [1, 0.4216965, 0.1778279, 0.0749894, *[0] * 12]
+    np.testing.assert_allclose(found, right, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("width", "scale"),
+    [(640, 25.25), (1152, 34.0), (1536, 39.25), (2560, 50.5), (5376, 73.5)],
+)
+def test_the_embeddings_scale_is_rounded_to_the_tables_dtype(width, scale):
+    table = jnp.ones((2, 1))
+    tables = Shared(table, table, embed_scale=width**0.5)
+    half = dataclasses.replace(tables, embed=table.astype(jnp.bfloat16))
+    np.testing.assert_allclose(tables.embedding(jnp.array([0])), width**0.5, rtol=1e-6)
+    assert half.embedding(jnp.array([0])).item() == scale
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"hidden_activation": "silu"}, NotImplementedError, "'silu' is not supported"),
+        ({"layer_types": [S, "mamba", F]}, NotImplementedError, "'mamba'"),
+        ({"layer_types": [S, F]}, ValueError, "2 entries for 3 layers"),
+        ({"use_bidirectional_attention": True}, NotImplementedError, "bidirectional"),
+        ({"num_key_value_heads": None}, ValueError, "lacks num_key_value_heads"),
+        ({"num_kv_shared_layers": 2}, ValueError, "no layer of its kind has any"),
+    ],
+)
+def test_what_is_not_built_is_refused_by_name(change, error, message):
+    config = {k: v for k, v in (B | change).items() if v is not None}
+    with pytest.raises(error, match=message):
+        convert.config_from_hf(config)
+
+
+def test_logits_stay_within_the_cap_and_it_is_the_targets_law(tmp_path):
+    model = load(tmp_path, B)
+    shared = model.target.shared(model.params)
+    hidden = 40 * jnp.ones((1, 32))
+    raw = dataclasses.replace(shared, softcap=None).logits(hidden)
+    assert np.abs(raw).max() > 30
+    right = 30 * np.tanh(np.asarray(raw) / 30)
+    np.testing.assert_allclose(
+        model.target.logits(model.params, hidden), right, rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gemma4_mtp",
+        *(
+            pytest.param(n, marks=pytest.mark.slow)
+            for n in drafters.REGISTRY
+            if n != "gemma4_mtp"
+        ),
+    ],
+)
+def test_greedy_text_with_any_drafter_is_the_targets_own(tmp_path, name):
+    model = load(tmp_path, A)
+    drafter, weights = testing.tiny_drafter(name, model.target, model.params, gamma=3)
+    run = Model(model.target, drafter, GREEDY)
+    arrays = Weights(target=model.params, drafter=weights)
+    prompts = [IDS, IDS[:2]]
+    ours = generate(run, arrays, prompts, max_new_tokens=12)
+    plain = generate(autoregressive(run), arrays, prompts, max_new_tokens=12)
+    assert ours.tokens == plain.tokens

@@ -74,7 +74,7 @@ class DraftModel:
         """A quarter of the target's layers; wide and shallow is fast for its size."""
         del mask_token_id
         num_layers = config.num_layers
-        if type(config) is not TransformerConfig:  # latent attention and experts
+        if type(config) is not TransformerConfig:  # DeepSeek's, Gemma's
             config = config.plain_layer()
         small = dataclasses.replace(
             config,

@@ -40,6 +40,7 @@ from specjax.drafters.base import Batch, Card
 from specjax.drafters.recurrent import State, append, read_text
 from specjax.kv_cache import KVCache
 from specjax.layers import RMSNorm, dense
+from specjax.mla import DeepSeekConfig
 from specjax.transformer import Block, Shared, TransformerConfig, locate
 from specjax.tree import DynamicTree, Tree
 from specjax.typing import Array, Float, Int, Params, PRNGKey
@@ -103,13 +104,17 @@ class MTP:
     def for_target(cls, config: TransformerConfig, mask_token_id, **fields):
         """One module, a layer of the target's shape that sees all keys.
 
+        It is one of the target's own kind, but of the Llama form for Gemma.
+
         It is trained for as many steps as are drafted. For eq. 4 alone give unroll=None
         and decay=1; a module so trained reached tau 2.14, 2.12 and 1.54 on code, math
         and chat of the tiny target (greedy, `bench --quick`) in place of 2.35, 2.64
         and 1.64: as good at its first step, and soon lost past it.
         """
         del mask_token_id
-        layer = dataclasses.replace(config, num_layers=1, windows=())
+        own = isinstance(config, DeepSeekConfig) or type(config) is TransformerConfig
+        kind = config if own else config.plain_layer()
+        layer = dataclasses.replace(kind, num_layers=1, windows=())
         values: dict[str, Any] = {"config": layer, "decay": 0.8} | fields
         if "unroll" not in fields:
             drafted = values.get("gamma", cls.gamma)
