@@ -276,16 +276,9 @@ def batch_of(target, params, drafter, tokens=TEXT):
     return look(params, tokens, mask, kv_layers=drafter.kv_layers)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 4))
 def unrolled(drafter, params, shared, batch, steps):
-    """z of every row and step on the text's own tokens, as the loss makes them."""
-    T, found, h = batch.tokens.shape[1], [], batch.features
-    slots = tuple(batch.kv[drafter.kv_layers.index(i)] for i in drafter.sources)
-    n = jnp.broadcast_to(jnp.arange(1, T + 1)[None], batch.tokens.shape)
-    for k in range(1, steps + 1):
-        tokens = jnp.roll(batch.tokens, -k, axis=1)
-        z, h = step(drafter, params, shared, tokens, h, n, slots)
-        found.append(np.asarray(z))
-    return found
+    return drafter.states(params, shared, batch, steps)
 
 
 def small_window(drafter, window):

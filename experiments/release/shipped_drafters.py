@@ -26,6 +26,7 @@ STEPS = {  # these learn slower than plain heads do
     "draft_model": 600,
     "eagle": 800,
     "eagle3": 600,
+    "gemma4_mtp": 600,
     "hydra_plus": 600,
     "mtp": 600,
 }

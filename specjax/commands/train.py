@@ -31,6 +31,10 @@ class Train:
         str, ...
     ] = ()  # drafter fields as name=value, for example num_layers=2
     draft_vocab: int | None = None  # draft only so many ids, the texts' most frequent
+    # Part the table of a trained gemma4_mtp (--init) into so many clusters, and train
+    # the centroids alone
+    clusters: int | None = None
+    clusters_scored: int = 32  # clusters whose tokens a draft scores
     init: pathlib.Path | None = None  # folder of a trained drafter to start from
     feature_cache: pathlib.Path | None = None  # folder; built once, read each epoch
     out: pathlib.Path | None = None  # folder; a run found there goes on
@@ -120,6 +124,8 @@ class Train:
                 )
             except TypeError as error:
                 raise ValueError(f"{self.drafter}: bad --field ({error}).") from None
+        if self.clusters is not None:
+            drafter, params = self._clustered(drafter, params)
         known = {f.name for f in dataclasses.fields(drafter)}
         if self.draft_vocab is not None and (self.init or "draft_ids" not in known):
             raise ValueError(
@@ -127,6 +133,18 @@ class Train:
                 "draft_ids, or it starts from --init and keeps the ids it has."
             )
         return drafter, params
+
+    def _clustered(self, drafter, params):
+        from specjax.drafters import gemma4_mtp
+
+        if self.drafter != "gemma4_mtp" or params is None:
+            raise ValueError(
+                f"--clusters {self.clusters} parts the table of a trained drafter: "
+                "specjax train gemma4_mtp --init FOLDER --clusters C."
+            )
+        return gemma4_mtp.with_clusters(
+            drafter, params, self.clusters, self.clusters_scored
+        )
 
     def _report(self, log: "_TrainLog", target: str, out: pathlib.Path) -> None:
         from specjax import console, figures

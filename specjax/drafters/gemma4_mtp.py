@@ -140,7 +140,7 @@ class Gemma4MTP:
         elif self.num_clusters:
             raise ValueError(
                 f"num_clusters={self.num_clusters} without an order of the tokens; "
-                "`specjax train --clusters` makes one."
+                "`specjax train gemma4_mtp --init FOLDER --clusters C` makes one."
             )
 
     @classmethod
@@ -306,19 +306,31 @@ class Gemma4MTP:
         rows = jnp.arange(features.shape[0])
         return State(features[rows, verdict.num_accepted])
 
+    def states(
+        self, params, shared: Shared, batch: Batch, num_steps: int
+    ) -> list[Float[Array, "B T D"]]:
+        """z of each step at every row, on the tokens of the text itself.
+
+        Row t of step k reads x_{t+k} and says what follows it.
+        """
+        (B, T), at = batch.tokens.shape, self.kv_layers.index
+        slots = tuple(batch.kv[at(i)] for i in self.sources)
+        n = jnp.broadcast_to(jnp.arange(1, T + 1, dtype=jnp.int32)[None], (B, T))
+        blocks, h, found = self.blocks(n, T), batch.features, []
+        for k in range(1, num_steps + 1):
+            tokens = base.shift(batch.tokens, k)
+            z, h = self.step(params, shared, tokens, h, blocks, slots)
+            found.append(z)
+        return found
+
     def loss(self, params, shared: Shared, batch: Batch, key: PRNGKey):
         """Eq. 5 over rows whose label is to be learned; eq. 3 of clusters instead."""
         del key
         trained, G = self.unroll or self.tree.depth, self.tree.depth
-        (B, T), at = batch.tokens.shape, self.kv_layers.index
-        slots = tuple(batch.kv[at(i)] for i in self.sources)
-        n = jnp.broadcast_to(jnp.arange(1, T + 1, dtype=jnp.int32)[None], (B, T))
-        blocks, h = self.blocks(n, T), batch.features
         thin = lambda x: x[:, :: base.THIN]
         losses, accepted, known = [], [], []
-        for k in range(1, max(trained, G) + 1):
-            tokens = base.shift(batch.tokens, k)
-            z, h = self.step(params, shared, tokens, h, blocks, slots)
+        states = self.states(params, shared, batch, max(trained, G))
+        for k, z in enumerate(states, 1):
             target = base.shift(batch.hidden, k)
             wanted = base.shift(batch.mask, 1 + k)
             if k <= trained:
@@ -349,12 +361,11 @@ def with_clusters(
     """
     if drafter.order:
         raise ValueError(f"the drafter has {drafter.num_clusters} clusters already.")
+    # The settings first: parting a large table takes minutes.
+    order = tuple(range(drafter.config.vocab_size))
+    fields = {"num_clusters": num_clusters, "num_scored": num_scored}
+    drafter = dataclasses.replace(drafter, order=order, **fields)
     order, means = clustered_head.build(np.asarray(params["head"]), num_clusters)
-    drafter = dataclasses.replace(
-        drafter,
-        order=tuple(order.ravel().tolist()),
-        num_clusters=num_clusters,
-        num_scored=num_scored,
-    )
+    drafter = dataclasses.replace(drafter, order=tuple(order.ravel().tolist()))
     centroids = jnp.asarray(means, params["head"].dtype)
     return drafter, dict(params) | {"centroids": centroids}
