@@ -9,7 +9,9 @@ import tempfile
 import conftest
 import folders
 import jax
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from specjax import checkpoints, cli, drafters, targets, testing
 from specjax.certify import planted
@@ -271,6 +273,32 @@ def test_train_chooses_a_draft_vocabulary_and_a_warm_start_keeps_it(world, tmp_p
     assert status != 0 and "keeps the ids it has" in err
 
 
+@pytest.mark.slow
+def test_train_parts_the_table_of_a_trained_drafter_into_clusters(world, tmp_path):
+    jax.config.update("jax_numpy_dtype_promotion", "standard")  # optax mixes dtypes
+    command = (
+        *("train", "gemma4_mtp", "--target", world / "toy", "--steps", 1),
+        *("--data", world / "chats.jsonl", "--length", 64, "--batch-size", 2),
+    )
+    first, second = tmp_path / "first", tmp_path / "second"
+    status, _, err = specjax(*command, "--field", "gamma=1", "--out", first)
+    assert status == 0, err
+    parts = ("--clusters", 8, "--clusters-scored", 2, "--feature-cache", tmp_path / "f")
+    warm = (*command, "--init", first / "drafter", *parts, "--out", second)
+    status, _, err = specjax(*warm)
+    assert status == 0, err
+    config = json.loads((second / "drafter" / "drafter.json").read_text())["config"]
+    assert (config["num_clusters"], config["num_scored"]) == (8, 2)
+    assert sorted(config["order"]) == list(range(64))
+    one, two = (
+        load_file(run / "drafter" / "drafter.safetensors") for run in (first, second)
+    )
+    moved = {n for n in two if n not in one or not np.array_equal(one[n], two[n])}
+    assert moved == {"centroids"}
+    status, _, err = specjax(*warm[:-2], "--init", second / "drafter")
+    assert status != 0 and "8 clusters already" in err
+
+
 BENCH = ("bench", "--target", "TOY", "--drafters", "MEDUSA")
 BAD = {
     "no command": ((), "specjax"),
@@ -355,6 +383,10 @@ BAD = {
     "train without a file": (
         ("train", "medusa", "--target", "TOY", "--data", "OUT/x", "--out", "OUT/r"),
         "no file",
+    ),
+    "clusters of an untrained table": (
+        ("train", "gemma4_mtp", "--target", "TOY", "--clusters", "8"),
+        "--init FOLDER",
     ),
     "train with another drafter's start": (
         ("train", "draft_model", "--target", "TOY", "--init", "MEDUSA"),
