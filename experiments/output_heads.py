@@ -151,9 +151,9 @@ def heads(config: Config, pretrained, drafter, params, texts):
 
 def main(config: Config) -> list[dict]:
     pretrained = targets.load(config.target)
-    ((_, drafter, params),) = common.load_drafters(
-        ("gemma4_mtp",), config.target, pretrained
-    )
+    name = "gemma4_mtp"
+    loaded = common.load_drafters((name,), config.target, pretrained)
+    drafter, params = loaded[name]
     own = corpus.self_made(pretrained, config.self_prompts, config.seed, config.length)
     texts = corpus.pack(own, config.length)
     tasks = common.load_prompts(config.tasks, config.num_prompts)

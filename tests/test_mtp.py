@@ -286,14 +286,14 @@ def chained(wrap):
 def test_after_many_rounds_the_laws_are_those_of_a_prefill():
     kit = chained(lambda d: dataclasses.replace(d, num_modules=2, gamma=2))
     lengths = np.array([2, 5, 3])
-    state, text = kit.read(lengths), battery.TEXTS
+    (state, shared), text = kit.read(lengths), battery.TEXTS
     rows, node = np.arange(3)[:, None], np.arange(3)[None]
     for accepted in ([2, 0, 1], [0, 2, 2], [1, 1, 0]):
         accepted = np.array(accepted)
         anchor = text[rows[:, 0], lengths]
-        _, state = kit.propose(state, anchor)
+        _, state = kit.propose((state, shared), anchor)
         at = lengths[:, None] + node
-        features = kit.run(kit.params, text).features[rows, at]
+        features = kit.run(text).features[rows, at]
         verdict = battery.Verdict(
             jnp.asarray(accepted, jnp.int32), text[rows, at], jnp.ones(3, bool)
         )
@@ -301,7 +301,7 @@ def test_after_many_rounds_the_laws_are_those_of_a_prefill():
             kit.weights, kit.shared, state, verdict, text[rows, at], features
         )
         lengths = lengths + accepted + 1
-    battery.assert_same(state, kit.read(lengths))
+    battery.assert_same(state, kit.read(lengths)[0])
 
 
 def test_a_round_of_one_token_is_the_first_step_alone():
