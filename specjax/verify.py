@@ -59,6 +59,10 @@ class Draft:
     # `Tree.inner` (of a chain: the law of each token). None: they were not drawn.
     probs: Float[Array, "*B I V"] | None
     parents: Int[Array, "*B N"] | None = None  # of a `DynamicTree`
+    # How likely the first child of each inner node is accepted, if the node was; None:
+    # the drafter does not say. May depend on the tokens down to the node, never on its
+    # children: a draft that is stopped by it keeps the target's law (`scheduler`).
+    confidence: Float[Array, "*B I"] | None = None
 
     @property
     def laws(self) -> Float[Array, "*B I V"]:

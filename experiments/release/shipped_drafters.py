@@ -23,6 +23,7 @@ DATA = pathlib.Path(checkpoints.__file__).parent / "data" / "drafters"
 
 STEPS = {  # these learn slower than plain heads do
     "dflash": 1000,
+    "dspark": 800,
     "draft_model": 600,
     "eagle": 800,
     "eagle3": 600,

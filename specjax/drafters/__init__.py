@@ -5,6 +5,7 @@ from typing import Any
 from specjax.drafters import (
     dflash,
     draft_model,
+    dspark,
     eagle,
     eagle3,
     gemma4_mtp,
@@ -24,6 +25,7 @@ REGISTRY: dict[str, type[Drafter]] = {
     "mtp": mtp.MTP,
     "gemma4_mtp": gemma4_mtp.Gemma4MTP,
     "dflash": dflash.DFlash,
+    "dspark": dspark.DSpark,
 }
 
 

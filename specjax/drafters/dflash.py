@@ -268,6 +268,11 @@ class DFlash:
         return self.topology or Tree.chain(self.gamma)
 
     @property
+    def num_slots(self) -> int:
+        """N, slots of a block: the anchor's own has no token to predict."""
+        return self.gamma + 1
+
+    @property
     def taps(self) -> tuple[int, ...]:
         """The output of layer i is state i + 1."""
         return tuple(i + 1 for i in self.target_layer_ids)
@@ -287,7 +292,7 @@ class DFlash:
                 f"the target has width {D} and {V} ids."
             )
         features = jnp.zeros((1, 1, len(self.target_layer_ids) * D))
-        blocks = jnp.zeros((1, 1, self.gamma + 1, D))
+        blocks = jnp.zeros((1, 1, self.num_slots, D))
         anchors = jnp.zeros((1, 1), jnp.int32)
         net = Net(self)
         return net.init(key, features, blocks, anchors, method=Net.train)["params"]
@@ -296,7 +301,7 @@ class DFlash:
         self, shared: Shared, anchors: Int[Array, "*B"]
     ) -> Float[Array, "*B N D"]:
         """Eq. 2."""
-        masks = jnp.full((*anchors.shape, self.gamma), self.mask_token_id)
+        masks = jnp.full((*anchors.shape, self.num_slots - 1), self.mask_token_id)
         block = jnp.concatenate([anchors[..., None], masks], axis=-1)
         return shared.embedding(block)
 
@@ -316,7 +321,15 @@ class DFlash:
         return State(cache=kv_cache.commit(cache, None, lengths))
 
     def draft(self, params, shared: Shared, state: State, anchor, sampling, keys):
-        cache, N = state.cache, self.gamma + 1
+        x, state = self.fill(params, shared, state, anchor)
+        logits = shared.logits(x[:, 1 : self.tree.depth + 1])
+        return draft_tree.from_laws(self.tree, logits, sampling, keys), state
+
+    def fill(
+        self, params: Params, shared: Shared, state: State, anchor: Int[Array, "B"]
+    ) -> tuple[Float[Array, "B N D"], State]:
+        """The one pass of a round: the slots of the block at each row's anchor."""
+        cache, N = state.cache, self.num_slots
         start = cache.length
         positions = start[:, None] + jnp.arange(N, dtype=jnp.int32)[None]
         mask = jnp.arange(cache.size)[None, None] < (start + N)[:, None, None]
@@ -335,11 +348,9 @@ class DFlash:
             joins,
             jnp.broadcast_to(mask, (*positions.shape, cache.size)),
         )
-        logits = shared.logits(x[:, 1 : self.tree.depth + 1])
-        draft = draft_tree.from_laws(self.tree, logits, sampling, keys)
         k, v = zip(*joined, strict=True)
         # The block's entries stay past `length`, where nothing sees them.
-        return draft, State(KVCache(k, v, start))
+        return x, State(KVCache(k, v, start))
 
     def commit(self, params, shared, state: State, verdict, tokens, features) -> State:
         del shared, tokens
@@ -360,31 +371,43 @@ class DFlash:
 
     def loss(self, params, shared: Shared, batch: Batch, key: PRNGKey):
         """Eq. 5 over the batch's anchors."""
-        anchors, real = draw_anchors(key, batch.mask, self.num_anchors)
-        B, T = batch.tokens.shape
-        rows = jnp.arange(B)[:, None]
-        blocks = self.embed_blocks(shared, batch.tokens[rows, anchors])
-        x = self.apply(params, Net.train, batch.features, blocks, anchors)
+        x, at, wanted = self.blocks(params, shared, batch, key)
+        rows = jnp.arange(x.shape[0])[:, None, None]
         logits = shared.logits(x[:, :, 1:])  # [B A G V]
-
-        offsets = jnp.arange(1, self.gamma + 1)[None, None]
-        where = anchors[..., None] + offsets  # [B A G]
-        inside = jnp.minimum(where, T - 1)
-        labels = batch.tokens[rows[..., None], inside]
-        wanted = batch.mask[rows[..., None], inside] & (where < T) & real[..., None]
-        decay = jnp.exp((1 - offsets).astype(jnp.float32) / self.decay)
-        weights = jnp.where(wanted, decay, 0.0)
-        ce = base.cross_entropy(logits, labels)
+        weights = jnp.where(wanted, self.slot_weights[None, None], 0.0)
+        ce = base.cross_entropy(logits, batch.tokens[rows, at])
 
         # p of x_{s+k} is read from the state at s + k - 1. Anchors ascend, so those
         # that are judged are spread over the text.
-        A = anchors.shape[1]
+        A = x.shape[1]
         some = np.linspace(0, A - 1, max(1, A // base.THIN)).round().astype(int)
-        target = shared.logits(batch.hidden[rows[..., None], inside[:, some] - 1])
+        target = shared.logits(batch.hidden[rows, at[:, some] - 1])
         accepted = self._acceptance(logits[:, some], target)
         by_slot = jax.vmap(base.masked_mean, in_axes=(2, 2))
         logs = base.acceptance(accepted, wanted[:, some])
         return base.masked_mean(ce, weights), {"ce": by_slot(ce, wanted)} | logs
+
+    @property
+    def slot_weights(self) -> Float[Array, "G"]:
+        """w_k of eq. 5."""
+        return jnp.exp(-jnp.arange(self.gamma, dtype=jnp.float32) / self.decay)
+
+    def blocks(
+        self, params: Params, shared: Shared, batch: Batch, key: PRNGKey
+    ) -> tuple[Float[Array, "B A N D"], Int[Array, "B A G"], Bool[Array, "B A G"]]:
+        """Slots of blocks at anchors drawn anew, where their labels stand, which count.
+
+        The label of the k-th prediction is the token k places behind the anchor.
+        """
+        anchors, real = draw_anchors(key, batch.mask, self.num_anchors)
+        B, T = batch.tokens.shape
+        rows = jnp.arange(B)[:, None]
+        masked = self.embed_blocks(shared, batch.tokens[rows, anchors])
+        x = self.apply(params, Net.train, batch.features, masked, anchors)
+        where = anchors[..., None] + jnp.arange(1, self.gamma + 1)[None, None]
+        at = jnp.minimum(where, T - 1)
+        wanted = batch.mask[rows[..., None], at] & (where < T) & real[..., None]
+        return x, at, wanted
 
     def _acceptance(self, logits, target):
         """Acceptance of a proposal: p at the argmax, or 1 - TV if it is drawn."""

@@ -1,0 +1,292 @@
+"""DSpark against numbers recorded from the reference code.
+
+All were made by DeepSpec's modules (afdfa7c; transformers 5.10.2, CPU) on closed-form
+weights and again by a float64 NumPy program; whole rounds by its evaluator.
+"""
+
+import functools
+from unittest import mock
+
+import golden
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_dflash as backbone
+
+from specjax.drafters import dflash
+from specjax.drafters.dspark import DSpark, SequentialHead
+from specjax.generate import Model, Weights, advance, finish, start
+from specjax.sampling import GREEDY, Sampling
+
+HEADS = ("vanilla", "gated", "rnn")
+R, D, V = 4, 16, 32
+SHARED, IDS = backbone.SHARED, backbone.IDS
+
+
+def drafter(head="vanilla", **fields):
+    defaults = {
+        "num_layers": 2,
+        "target_layer_ids": (0, 1, 2),
+        "gamma": 4,
+        "rank": R,
+        "num_anchors": 2,
+    }
+    return DSpark.for_target(backbone.CONFIG, 31, **defaults | {"head": head} | fields)
+
+
+@functools.cache
+def weights(head="vanilla"):
+    named = golden.named
+    sequential = {
+        "w1": markov("markov_head.markov_w1.weight"),
+        "w2": markov("markov_head.markov_w2.weight"),
+        "confidence": named("confidence_head.proj.weight", (D + R,)),
+        "confidence_bias": named("confidence_head.proj.bias", (1,)),
+    }
+    if head == "gated":
+        at = "markov_head.gate_proj."
+        sequential["gate"] = named(at + "weight", (R, D + R))
+        sequential["gate_bias"] = named(at + "bias", (R,))
+    if head == "rnn":
+        at = "markov_head.joint_proj."
+        joint = named(at + "weight", (3 * R, 2 * R + D))
+        sequential["joint"] = joint.reshape(3, R, 2 * R + D)
+        sequential["joint_bias"] = named(at + "bias", (3 * R,)).reshape(3, R)
+    return golden.to_jax(backbone.PARAMS | {"sequential": sequential})
+
+
+def markov(name):
+    return 2 * golden.hashed(sum((j + 1) * ord(c) for j, c in enumerate(name)), (V, R))
+
+
+@functools.cache
+def step(head):
+    return jax.jit(functools.partial(drafter(head).draft), static_argnums=4)
+
+
+@functools.cache
+def context(head="vanilla"):
+    """The state after five tokens, as all recorded drafts start."""
+    d, features = drafter(head), jnp.asarray(backbone.FEATURES, jnp.float32)[None]
+    text = jnp.array([IDS[:5]])
+    return d.prefill(weights(head), SHARED, text, jnp.array([5]), features[:, :5], 16)
+
+
+def propose(head="vanilla", sampling=GREEDY, d=None):
+    draft = step(head) if d is None else d.draft
+    keys = jax.random.split(jax.random.key(0), 1)
+    args = weights(head), SHARED, context(head), jnp.array([5]), sampling, keys
+    return draft(*args)[0]
+
+
+def logit(p):
+    return np.log(p) - np.log1p(-np.asarray(p))
+
+
+def test_weights_follow_the_rule():
+    head = weights()["sequential"]
+    assert float(head["w1"].sum()) == pytest.approx(0.859346, abs=1e-5)
+    assert float(head["w2"].sum()) == pytest.approx(-4.640540, abs=1e-5)
+
+
+DRAFTS = {  # tokens, corrected logits of slots 0 and 3, their whole sum, confidence
+    "vanilla": (
+        [22, 5, 22, 5],
+        (-0.443916, -0.614479, -0.306213),
+        (0.301023, 1.351154, -1.048174),
+        26.398632,
+        (-0.108620, -0.331225, -0.417687, -0.424947),
+    ),
+    "gated": (
+        [22, 5, 22, 5],
+        (-0.196887, 0.014975, -0.241092),
+        (0.052591, 1.292719, -0.669902),
+        19.903353,
+        (-0.108620, -0.331225, -0.417687, -0.424947),
+    ),
+    "rnn": (
+        [5, 5, 5, 5],
+        (-0.235557, -0.605777, -0.999522),
+        (-0.195980, 0.359315, -1.040778),
+        31.457098,
+        (-0.108620, -0.261993, -0.417687, -0.355714),
+    ),
+}
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_drafts_are_those_recorded(head):
+    """The logits are recovered from the laws at temperature 1, a constant apart."""
+    tokens, first, last, total, sure = DRAFTS[head]
+    draft = propose(head)
+    assert draft.tokens.tolist() == [tokens]
+    np.testing.assert_allclose(logit(draft.confidence[0]), sure, atol=2e-5)
+
+    d = drafter(head)
+    state = context(head)
+    h, _ = d.fill(weights(head), SHARED, state, jnp.array([5]))
+    before = jnp.array([[5, *tokens[:-1]]])
+    correction, z = d.sequential(weights(head), SHARED, SequentialHead.train, before, h)
+    logits = (SHARED.logits(h) + correction)[0]
+    np.testing.assert_allclose(logits[0, :3], first, atol=2e-5)
+    np.testing.assert_allclose(logits[3, :3], last, atol=2e-5)
+    assert float(logits.sum()) == pytest.approx(total, abs=2e-4)
+    np.testing.assert_allclose(z[0], sure, atol=2e-5)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_q_is_the_law_after_the_correction_of_the_tokens_that_were_drawn(head):
+    """Drawn drafts carry softmax(U + W2 c) of their own prefix, one slot at a time."""
+    d, draft = drafter(head), propose(head, Sampling(0.7))
+    h, _ = d.fill(weights(head), SHARED, context(head), jnp.array([5]))
+    before = jnp.array([[5, *draft.tokens[0, :-1].tolist()]])
+    correction, z = d.sequential(weights(head), SHARED, SequentialHead.train, before, h)
+    right = jax.nn.softmax((SHARED.logits(h) + correction) / 0.7)
+    np.testing.assert_allclose(draft.probs, right, atol=1e-6)
+    np.testing.assert_allclose(draft.confidence, jax.nn.sigmoid(z), atol=1e-6)
+
+
+LOSSES = {  # total, CE, L1, BCE
+    "vanilla": (1.807876, 3.232664, 0.857128, 0.713195),
+    "gated": (1.698011, 3.243977, 0.723073, 0.722848),
+    "rnn": (1.718139, 3.010071, 0.775186, 0.719465),
+}
+TAUS = {"vanilla": 1.879296, "gated": 2.038076, "rnn": 1.988195}
+# Norms of gradients: all, fc, w1, w2, confidence.
+NORMS = {
+    "vanilla": (1.593721, 0.381173, 0.204420, 0.127460, 0.438887),
+    "gated": (2.093269, 0.534433, 0.077153, 0.057359, 0.688046),
+    "rnn": (2.450384, 0.776073, 0.044918, 0.112668, 0.591179),
+}
+
+
+@functools.cache
+def graded(head, anchors=((2, 5, 0),), real=((True, True, False),)):
+    forced = lambda *_: (jnp.array(anchors), jnp.array(real))
+    with mock.patch.object(dflash, "draw_anchors", forced):
+        run = jax.jit(jax.value_and_grad(drafter(head).loss, has_aux=True))
+        return run(weights(head), SHARED, backbone.batch(), jax.random.key(0))
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_losses_and_gradients_are_those_recorded(head):
+    """Anchors 2 and 5 and a dropped block; the hole at 7 ends the block at 5 early."""
+    (loss, logs), grads = graded(head)
+    found = [loss, logs["ce"], logs["l1"], logs["bce"]]
+    np.testing.assert_allclose(found, LOSSES[head], atol=1e-5)
+    norm = lambda tree: np.sqrt(sum(np.sum(g * g) for g in jax.tree.leaves(tree)))
+    head_grads = grads["sequential"]
+    parts = [grads, grads["fc"], *(head_grads[k] for k in ("w1", "w2", "confidence"))]
+    np.testing.assert_allclose([norm(g) for g in parts], NORMS[head], atol=2e-5)
+    # The mean over the two blocks of 1 + sum of products; of block 5 one slot counts.
+    s = np.asarray(logs["survival"]) * [2, 1, 1, 1] / 2
+    assert 1 + s.sum() == pytest.approx(TAUS[head], abs=1e-5)
+
+
+def test_what_is_logged_of_the_loss_is_what_was_recorded():
+    (_, logs), _ = graded("vanilla")
+    right = [0.525708, 0.604483, 0.689888, 0.558472]
+    np.testing.assert_allclose(logs["alpha"], right, atol=1e-5)
+    assert float(logs["confidence_error"]) == pytest.approx(0.111494, abs=1e-5)
+    assert float(logs["confidence_bias"]) == pytest.approx(-0.111494, abs=1e-5)
+    assert float(logs["confidence_prefix_bias"]) == pytest.approx(-0.091909, abs=1e-5)
+
+
+def test_four_anchors_give_the_loss_recorded():
+    """All candidates of the text, with 4, 3, 2 and 1 labels that count."""
+    (loss, logs), _ = graded("vanilla", ((2, 3, 4, 5),), ((True,) * 4,))
+    found = [loss, logs["ce"], logs["l1"], logs["bce"]]
+    right = [1.758288, 2.936519, 0.839945, 0.708685]
+    np.testing.assert_allclose(found, right, atol=1e-5)
+
+
+ROUNDS = {  # head: prompt, first token, [(start, drafts, confidence, accepted, next)]
+    "vanilla": (
+        [17, 24],
+        5,
+        [
+            (2, [22, 13, 9, 9], (0.185504, 0.221422, 0.309903, 0.299405), 0, 5),
+            (3, [17, 27, 9, 9], (0.245658, 0.289347, 0.417453, 0.314919), 0, 9),
+            (4, [9, 9, 9, 9], (0.833860, 0.481791, 0.415922, 0.368407), 3, 5),
+        ],
+    ),
+    "gated": (
+        [21, 18],
+        19,
+        [
+            (2, [19, 19, 8, 19], (0.460521, -0.283529, -0.525560, -0.573271), 2, 19),
+            (5, [19, 8, 30, 30], (0.029942, -1.020119, -1.372825, -1.277657), 1, 19),
+        ],
+    ),
+    "rnn": (
+        [31, 0],
+        28,
+        [
+            (2, [22, 22, 22, 22], (0.252962, -0.176607, -0.267241, -0.291079), 1, 28),
+            (4, [22, 22, 22, 22], (0.283958, -0.197546, -0.236982, -0.223454), 4, 22),
+            (9, [15, 22, 22, 22], (0.099684, -0.386907, -0.286979, -0.215924), 0, 28),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_whole_rounds_are_those_recorded(head):
+    llama, params = backbone.target()
+    prompt, first, rounds = ROUNDS[head]
+    model = Model(llama, drafter(head), GREEDY)
+    arrays = Weights(target=params, drafter=weights(head))
+    progress = start(model, arrays, [prompt], max_new_tokens=20)
+    text = [first]
+    keys = jax.random.split(jax.random.key(0), 1)
+    for place, drafts, sure, accepted, following in rounds:
+        assert progress.cache.length.tolist() == [place]
+        draft, _ = step(head)(
+            weights(head), SHARED, progress.state, progress.anchor, GREEDY, keys
+        )
+        np.testing.assert_allclose(logit(draft.confidence[0]), sure, atol=1e-4)
+        progress = advance(model, arrays, progress, jnp.asarray(1))
+        text += [*drafts[:accepted], following]
+    run = finish(model, progress)
+    assert run.tokens == [text]
+    assert run.trace.drafted[0].tolist() == [r[1] for r in rounds]
+    assert run.trace.num_accepted[0].tolist() == [r[3] for r in rounds]
+
+
+def test_a_correction_matches_its_closed_form():
+    """Another recorded fixture: rank 4, 64 ids, one state for all slots, anchor 17."""
+    z, table = 2 * sines(600, (16,)), 2 * sines(601, (64, 16)) / 4
+    w1, w2 = sines(603, (64, 4)), sines(604, (64, 4))
+    base = table @ z
+    np.testing.assert_allclose(
+        base[:4], [-0.085810, 0.163854, -0.173897, 0.316589], atol=1e-6
+    )
+    params = {
+        "w1": w1,
+        "w2": w2,
+        "confidence": np.zeros(20),
+        "confidence_bias": np.zeros(1),
+    }
+    head, args = SequentialHead("vanilla", 4, 16, 64), {"params": golden.to_jax(params)}
+    step = lambda token: np.asarray(
+        head.apply(
+            args, jnp.zeros(4), jnp.asarray(token), jnp.zeros(16), method="step"
+        )[0]
+    )
+    right = [-0.127062, -0.062836, 0.022870, -0.145672]
+    np.testing.assert_allclose(step(17)[:4], right, atol=1e-6)
+    right = [-0.212872, 0.101018, -0.151026, 0.170916]
+    np.testing.assert_allclose((base + step(17))[:4], right, atol=1e-6)
+    for scale, chain in ((1, [53, 58, 51, 53]), (4, [14, 38, 14, 38])):
+        token, drafted = 17, []
+        for _ in range(4):
+            token = int(np.argmax(base + scale * step(token)))
+            drafted.append(token)
+        assert drafted == chain
+
+
+def sines(t, shape):
+    k = np.arange(1, np.prod(shape) + 1)
+    a = np.sin(12.9898 * k + 78.233 * (t + 1)) * 43758.5453
+    return (a - np.floor(a) - 0.5).reshape(shape)
