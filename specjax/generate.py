@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import kv_cache, verify
+from specjax import kv_cache, scheduler, verify
 from specjax.drafters.none import NoDrafter
 from specjax.kv_cache import KVCache
 from specjax.metrics import Trace
@@ -50,6 +50,9 @@ class Model:
     # How drafts are drawn; None: as the target's tokens are. Greedy settings propose
     # the likeliest children. Any setting is exact.
     draft_sampling: Sampling | None = None
+    # A `scheduler.Policy`: where drafts stop, by the drafter's confidence. Under one
+    # that looks at all rows a row's text depends on its neighbours, its law does not.
+    policy: Any = None
 
     @property
     def drafting(self) -> Sampling:
@@ -79,6 +82,7 @@ class Progress:
 
     cache: KVCache  # the target's
     state: Any  # the drafter's
+    plan: Any  # the policy's
     anchor: Int[Array, "B"]
     tokens: Int[Array, "B W"]  # the text so far, W = max_new_tokens, then PAD
     num_tokens: Int[Array, "B"]
@@ -154,6 +158,9 @@ def _round(model: Model, weights: Weights, progress: Progress) -> Progress:
             model.drafting,
             draft_keys,
         )
+        plan = progress.plan
+        if model.policy is not None:
+            draft, plan = scheduler.stop(model.policy, plan, draft, tree, running)
 
     with jax.named_scope("verify"):
         # A node that was not drafted is fed as token 0; nothing real sees it.
@@ -205,6 +212,7 @@ def _round(model: Model, weights: Weights, progress: Progress) -> Progress:
         progress,
         cache=cache,
         state=state,
+        plan=plan,
         anchor=jnp.where(running, bonus, progress.anchor),
         num_rounds=i + 1,
         trace=trace,
@@ -241,6 +249,7 @@ def prefill(
         state=drafter.prefill(
             weights.drafter, shared, prompts, lengths, out.features, cache_size
         ),
+        plan=() if model.policy is None else model.policy.init(),
         anchor=first,
         tokens=jnp.full((B, W), PAD, jnp.int32),
         num_tokens=jnp.zeros((B,), jnp.int32),

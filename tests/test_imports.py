@@ -14,7 +14,8 @@ FILES = sorted(p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*.py"))
 LAYERS = [
     {"typing", "pytree"},
     {"sampling", "tree", "sharding", "kernels"},
-    {"layers", "kv_cache", "metrics", "verify", "draft_tree", "draft_vocab"},
+    {"layers", "kv_cache", "metrics", "verify", "draft_tree", "draft_vocab"}
+    | {"scheduler", "calibration"},
     {"clustered_head"},
     {"transformer", "mla", "gemma"},
     {"targets", "drafters"},

@@ -76,6 +76,11 @@ def rows_of(
                 at = (name, verify.get(rule), topology, drafting, sampling)
                 distance, _ = engine.exact_law(*at)
                 add(rule, topology, label, "exact", distance)
+    if not own.greedy and engine.gives_confidence(name):
+        label, sampling = next(iter(settings.items()))
+        for rule in ("token", "block"):
+            distance = engine.stopped_law(name, rule, sampling).distance
+            add(rule, "chain, stopped", label, "exact", distance)
     for topology in [] if quick else topologies:
         tick(f"{name} {topology} engine")
         if topology != "tree":  # compiled anew for temperature 0

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import kv_cache, testing, verify
+from specjax import kv_cache, scheduler, testing, verify
 from specjax.certify import exact
 from specjax.drafters.none import NoDrafter
 from specjax.generate import Model, Weights, advance, finish, start
@@ -186,6 +186,48 @@ def exact_law(
     return max(exact.tv(law, right), 1 - float(chance.sum())), accepted
 
 
+@dataclasses.dataclass(frozen=True)
+class Stopped:
+    """The outcome of one `stopped_law`."""
+
+    distance: float  # of the law of three tokens from the target's
+    lengths: set[int]  # that drafts were stopped at: a single one would test nothing
+
+
+def gives_confidence(name: str) -> bool:
+    """Whether drafts of a chain say how likely they are accepted."""
+    shapes = jax.eval_shape(_one_draft, name)
+    return shapes.confidence is not None
+
+
+def _one_draft(name: str) -> Draft:
+    k = kit(name)
+    args = k.params, k.weights, jnp.asarray([PROMPT], jnp.int32), jax.random.key(0)
+    return draw_many(k.target, k.drafter, Sampling(), 1, *args)
+
+
+def stopped_law(
+    name: str, rule: str, sampling: Sampling, *, look_ahead: bool = False
+) -> Stopped:
+    """`exact_law` of drawn drafts that end before a second token which is unsure.
+
+    With `look_ahead` the first token ends with it, which is wrong: how sure the second
+    one is depends on the first.
+    """
+    few, counts, logits = proposals(name, "chain", sampling)
+    assert few.confidence is not None
+    p = np.asarray(sampling.probs(jnp.asarray(logits)))
+    sure = np.asarray(few.confidence)[:, 1]
+    seen = (sure >= np.median(sure[counts > 0])).astype(np.int32)
+    lengths = 2 * seen if look_ahead else 1 + seen
+    tree, right = kit(name).drafter.tree, joint(sampling, 3)
+    chance = _chance(tree, few, sampling, counts)
+    stopped = scheduler.cut(few, jnp.asarray(lengths))
+    law, _ = exact.commit_law(verify.get(rule), tree, stopped, chance, p, right)
+    distance = max(exact.tv(law, right), 1 - float(chance.sum()))
+    return Stopped(distance, set(lengths[counts > 0].tolist()))
+
+
 def _chance(tree, few: Draft, drafting: Sampling, counts) -> np.ndarray:
     if drafting.greedy:  # one draft; a second one would be no function of the text
         return counts / counts.sum() * (1.0 if np.sum(counts > 0) == 1 else 0.5)
@@ -275,6 +317,7 @@ def sampled(
     *,
     rule: str | None = None,
     topology: str = "chain",
+    policy: Any = None,
     rows: int = ROWS,
     seed: int = 0,
     fixture: int = 0,
@@ -291,7 +334,7 @@ def sampled(
             "decoding compare the text with that of `generate.autoregressive`."
         )
     k, prompts = kit(name, topology, fixture), [PROMPT] * rows
-    run = _run(k, sampling, rule, prompts, range(rows), seed)
+    run = _run(k, sampling, rule, prompts, range(rows), seed, policy=policy)
     texts = np.array([tokens[:NUM_TOKENS] for tokens in run.tokens])
     law = joint(sampling, NUM_TOKENS, fixture)
     p_value = chi_square(testing.count(texts, VOCAB), law)
@@ -334,8 +377,8 @@ def moved(
     return 1 - float(np.mean(same))
 
 
-def _run(k: Kit, sampling, rule, prompts, seeds, seed, width=8):
-    model = Model(k.target, k.drafter, sampling, rule=rule)
+def _run(k: Kit, sampling, rule, prompts, seeds, seed, width=8, policy=None):
+    model = Model(k.target, k.drafter, sampling, rule=rule, policy=policy)
     if rule is not None and not verify.get(rule).drawn:
         model = dataclasses.replace(model, draft_sampling=GREEDY)
     arrays = Weights(target=k.params, drafter=k.weights)
