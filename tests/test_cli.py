@@ -211,7 +211,7 @@ def test_a_found_tree_is_saved_and_drafted_without_loss(world, tmp_path):
 
 
 def test_certify_reports_rows_and_planted_bugs(tmp_path, monkeypatch):
-    """The quick form: of the 41 bugs six that are of different kinds."""
+    """The quick form: of the 43 bugs six that are of different kinds."""
     few = {n: planted.BUGS[n] for n in (1, 4, 8, 17, 22, 34)}
     monkeypatch.setattr(planted, "BUGS", few)
     status, out, err = specjax(

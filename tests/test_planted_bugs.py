@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import testing, verify
+from specjax import scheduler, testing, verify
 from specjax.certify import broken, engine, exact, f4, planted
 from specjax.drafters.medusa import Medusa
 from specjax.sampling import GREEDY, Sampling
@@ -33,11 +33,22 @@ def test_a_wrong_rule_has_the_law_computed_for_it(number):
 @pytest.mark.slow
 def test_every_planted_bug_is_caught_on_two_fixtures():
     report = planted.report()
-    assert len(report) == 41
+    assert len(report) == 43
     assert [r["name"] for r in report if not r["caught"]] == []
 
 
+STOPS = {
+    "threshold": lambda c, live: scheduler.below(c, 0.7),
+    "prefix": lambda c, live: scheduler.prefix(c, (1.0, 0.6, 0.45), live),
+    "top": lambda c, live: scheduler.top(c, jnp.asarray(1), live),
+}
 CONTROLS = {
+    f"{rule} stopped by {name}": planted.Bug(
+        "", planted.TWO, planted.stopped(rule, lengths)
+    )
+    for rule in ("token", "block")
+    for name, lengths in STOPS.items()
+} | {
     "one token": planted.Bug("", planted.ONE, verify.RULES["token"]),
     "two tokens": planted.Bug("", planted.TWO, verify.RULES["token"]),
     "block": planted.Bug("", planted.TWO, verify.RULES["block"]),

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import testing, verify
+from specjax import scheduler, testing, verify
 from specjax.certify import exact, f4
 from specjax.sampling import categorical
 from specjax.tree import Tree
@@ -98,6 +98,34 @@ def unsure_removed(draft):
     q = jnp.take_along_axis(draft.probs, draft.tokens[:, None], 1)[:, 0]
     sure = jnp.cumprod((q >= 0.3).astype(jnp.int32)) > 0
     return jnp.where(sure, draft.tokens, verify.PAD)
+
+
+def stopped(rule: str, lengths: Callable[..., Any]) -> Rule:
+    """Two drafts, stopped by how likely each is accepted: by sum min(p, q) of its row.
+
+    `lengths(confidence [1 2], live)` as in `scheduler`.
+    """
+
+    def tokens(draft, p):
+        c = jnp.sum(jnp.minimum(p[:2], draft.probs), axis=1)
+        batch = Draft(tokens=draft.tokens[None], probs=None)
+        cut = scheduler.cut(batch, lengths(c[None], jnp.ones((1,), bool)))
+        return dataclasses.replace(draft, tokens=cut.tokens[0]), p
+
+    return wrapped(rule, tokens)
+
+
+def ahead(confidence, live):
+    """Both drafts, or none if the second is unsure: that depends on the first."""
+    del live
+    return jnp.where(confidence[:, 1] >= 0.7, 2, 0)
+
+
+def searched(confidence, live):
+    """Algorithm 1 without its stop at the first candidate that does not pay."""
+    passes = (1.0, 0.5, 1 / 2.4)
+    count = scheduler.capacity(confidence, passes, live)
+    return scheduler.top(confidence, count, live)
 
 
 def unclipped_residual(decision, draft, p):
@@ -371,6 +399,10 @@ BUGS: dict[int, Bug] = {
     39: Bug("traversal: bonus from p", BUSHY, wrapped("traversal", after=from_p)),
     40: Bug("typical acceptance", TWO, RULES["lossy_typical"], drawn=one_hot),
     41: Bug("penalty on the first row only", ONE, RULES["token"], halved=True),
+    42: Bug(
+        "draft stopped by what follows it (look-ahead)", TWO, stopped("token", ahead)
+    ),
+    43: Bug("scheduler searches this round's drafts", TWO, stopped("token", searched)),
 }
 
 
