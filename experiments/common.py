@@ -10,9 +10,10 @@ Beside them it may have, at the top level:
     SMOKE = {"num_prompts": 1}      fields that --smoke changes, to end in seconds
     PAPER = [{"gamma": 4, "tau": 3.2}]   numbers of the paper: floats are shown beside
                                     the row whose other values are the same
+    HIDDEN = ("bins",)              fields of rows that the printed table leaves out
     def figure(rows, path): ...     draws `path`, a .png
 
-Rows are dicts of strings, integers, floats and lists of floats.
+Rows are dicts of strings, integers, floats and lists of them.
 """
 
 import dataclasses
@@ -78,8 +79,10 @@ def run(main: Callable[[Any], Rows], Config: type[Any]) -> None:
     (folder / "rows.jsonl").write_text("".join(lines), "utf-8")
     about = {"seconds": round(seconds, 1), "load_before": round(load, 2)}
     write_json(folder / "environment.json", environment() | about)
+    hidden = getattr(script, "HIDDEN", ())
+    shown = [{k: v for k, v in row.items() if k not in hidden} for row in rows]
     Console(width=None if sys.stdout.isatty() else 150).print(
-        table(rows, getattr(script, "PAPER", ()))
+        table(shown, getattr(script, "PAPER", ()))
     )
     if hasattr(script, "figure"):
         script.figure(rows, folder / "figure.png")
