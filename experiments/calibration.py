@@ -101,10 +101,11 @@ def collect(config: Config, model: Model, weights: Weights, prompts) -> Rounds:
     ran = trace.num_committed > 0
     assert np.array_equal(tokens[ran], trace.drafted[ran])
     # A round whose first refused draft is known, or that has none.
+    accepted = np.asarray(trace.num_accepted)
     whole = ran & (trace.rejected | (trace.num_committed > trace.depth))
     row = np.broadcast_to(np.arange(len(prompts))[:, None], whole.shape)
     p = np.clip(sure[whole].astype(np.float64), 1e-7, 1 - 1e-7)
-    return Rounds(np.log(p / (1 - p)), trace.num_accepted[whole], row[whole])
+    return Rounds(np.log(p / (1 - p)), accepted[whole], row[whole])
 
 
 def main(config: Config) -> list[dict]:

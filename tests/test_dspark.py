@@ -4,6 +4,7 @@ All were made by DeepSpec's modules (afdfa7c; transformers 5.10.2, CPU) on close
 weights and again by a float64 NumPy program; whole rounds by its evaluator.
 """
 
+import dataclasses
 import functools
 from unittest import mock
 
@@ -14,12 +15,19 @@ import numpy as np
 import pytest
 import test_dflash as backbone
 
+from specjax import testing
 from specjax.drafters import dflash
 from specjax.drafters.dspark import DSpark, SequentialHead
 from specjax.generate import Model, Weights, advance, finish, start
 from specjax.sampling import GREEDY, Sampling
+from specjax.scheduler import Threshold
+from specjax.tree import DynamicTree, Tree
+from specjax.verify import PAD
 
-HEADS = ("vanilla", "gated", "rnn")
+# The vanilla head always; the others with the slow tests, which CI runs too.
+SLOW = [pytest.param(head, marks=pytest.mark.slow) for head in ("gated", "rnn")]
+HEADS = ["vanilla", *SLOW]
+fast = functools.partial(jax.jit, compiler_options=testing.FAST)
 R, D, V = 4, 16, 32
 SHARED, IDS = backbone.SHARED, backbone.IDS
 
@@ -62,7 +70,7 @@ def markov(name):
 
 @functools.cache
 def step(head):
-    return jax.jit(functools.partial(drafter(head).draft), static_argnums=4)
+    return fast(drafter(head).draft, static_argnums=4)
 
 
 @functools.cache
@@ -74,10 +82,26 @@ def context(head="vanilla"):
 
 
 def propose(head="vanilla", sampling=GREEDY, d=None):
-    draft = step(head) if d is None else d.draft
+    draft = step(head) if d is None else fast(d.draft, static_argnums=4)
     keys = jax.random.split(jax.random.key(0), 1)
     args = weights(head), SHARED, context(head), jnp.array([5]), sampling, keys
     return draft(*args)[0]
+
+
+@functools.cache
+def teacher(head="vanilla"):
+    """Logits [G V] and confidence [G] after given tokens, the anchor first."""
+    d = drafter(head)
+
+    def forced(state, before):
+        h, _ = d.fill(weights(head), SHARED, state, before[:1])
+        correction, z = d.sequential(
+            weights(head), SHARED, SequentialHead.train, before[None], h
+        )
+        return (SHARED.logits(h) + correction)[0], z[0]
+
+    compiled = fast(forced)
+    return lambda state, before: compiled(state, jnp.asarray(before))
 
 
 def logit(p):
@@ -117,34 +141,25 @@ DRAFTS = {  # tokens, corrected logits of slots 0 and 3, their whole sum, confid
 
 @pytest.mark.parametrize("head", HEADS)
 def test_drafts_are_those_recorded(head):
-    """The logits are recovered from the laws at temperature 1, a constant apart."""
     tokens, first, last, total, sure = DRAFTS[head]
     draft = propose(head)
     assert draft.tokens.tolist() == [tokens]
     np.testing.assert_allclose(logit(draft.confidence[0]), sure, atol=2e-5)
 
-    d = drafter(head)
-    state = context(head)
-    h, _ = d.fill(weights(head), SHARED, state, jnp.array([5]))
-    before = jnp.array([[5, *tokens[:-1]]])
-    correction, z = d.sequential(weights(head), SHARED, SequentialHead.train, before, h)
-    logits = (SHARED.logits(h) + correction)[0]
+    logits, z = teacher(head)(context(head), [5, *tokens[:-1]])
     np.testing.assert_allclose(logits[0, :3], first, atol=2e-5)
     np.testing.assert_allclose(logits[3, :3], last, atol=2e-5)
     assert float(logits.sum()) == pytest.approx(total, abs=2e-4)
-    np.testing.assert_allclose(z[0], sure, atol=2e-5)
+    np.testing.assert_allclose(z, sure, atol=2e-5)
 
 
 @pytest.mark.parametrize("head", HEADS)
 def test_q_is_the_law_after_the_correction_of_the_tokens_that_were_drawn(head):
     """Drawn drafts carry softmax(U + W2 c) of their own prefix, one slot at a time."""
-    d, draft = drafter(head), propose(head, Sampling(0.7))
-    h, _ = d.fill(weights(head), SHARED, context(head), jnp.array([5]))
-    before = jnp.array([[5, *draft.tokens[0, :-1].tolist()]])
-    correction, z = d.sequential(weights(head), SHARED, SequentialHead.train, before, h)
-    right = jax.nn.softmax((SHARED.logits(h) + correction) / 0.7)
-    np.testing.assert_allclose(draft.probs, right, atol=1e-6)
-    np.testing.assert_allclose(draft.confidence, jax.nn.sigmoid(z), atol=1e-6)
+    draft = propose(head, Sampling(0.7))
+    logits, z = teacher(head)(context(head), [5, *draft.tokens[0, :-1].tolist()])
+    np.testing.assert_allclose(draft.probs[0], jax.nn.softmax(logits / 0.7), atol=1e-6)
+    np.testing.assert_allclose(draft.confidence[0], jax.nn.sigmoid(z), atol=1e-6)
 
 
 LOSSES = {  # total, CE, L1, BCE
@@ -165,7 +180,7 @@ NORMS = {
 def graded(head, anchors=((2, 5, 0),), real=((True, True, False),)):
     forced = lambda *_: (jnp.array(anchors), jnp.array(real))
     with mock.patch.object(dflash, "draw_anchors", forced):
-        run = jax.jit(jax.value_and_grad(drafter(head).loss, has_aux=True))
+        run = fast(jax.value_and_grad(drafter(head).loss, has_aux=True))
         return run(weights(head), SHARED, backbone.batch(), jax.random.key(0))
 
 
@@ -193,6 +208,7 @@ def test_what_is_logged_of_the_loss_is_what_was_recorded():
     assert float(logs["confidence_prefix_bias"]) == pytest.approx(-0.091909, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_four_anchors_give_the_loss_recorded():
     """All candidates of the text, with 4, 3, 2 and 1 labels that count."""
     (loss, logs), _ = graded("vanilla", ((2, 3, 4, 5),), ((True,) * 4,))
@@ -272,7 +288,7 @@ def test_a_correction_matches_its_closed_form():
     step = lambda token: np.asarray(
         head.apply(
             args, jnp.zeros(4), jnp.asarray(token), jnp.zeros(16), method="step"
-        )[0]
+        )[1]
     )
     right = [-0.127062, -0.062836, 0.022870, -0.145672]
     np.testing.assert_allclose(step(17)[:4], right, atol=1e-6)
@@ -290,3 +306,116 @@ def sines(t, shape):
     k = np.arange(1, np.prod(shape) + 1)
     a = np.sin(12.9898 * k + 78.233 * (t + 1)) * 43758.5453
     return (a - np.floor(a) - 0.5).reshape(shape)
+
+
+@pytest.mark.slow
+def test_a_threshold_stops_the_rounds_as_recorded():
+    """At 1/2: one draft, one draft, none; each round commits the target's 19."""
+    llama, params = backbone.target()
+    model = Model(llama, drafter("gated"), GREEDY, policy=Threshold(0.5))
+    arrays = Weights(target=params, drafter=weights("gated"))
+    progress = start(model, arrays, [[21, 18]], max_new_tokens=20)
+    run = finish(model, advance(model, arrays, progress, jnp.asarray(3)))
+    assert np.sum(run.trace.drafted[0] != PAD, axis=1).tolist() == [1, 1, 0]
+    assert run.trace.num_accepted[0].tolist() == [1, 1, 0]
+    assert run.tokens == [[19] * 6]
+
+
+@pytest.mark.slow
+def test_laws_of_a_drawn_round_are_those_recorded():
+    """Drafts 6, 19, 26, 4 behind [17, 24] and 14, by draws .3, .6, .9 and .2."""
+    llama, params = backbone.target()
+    text, drafts = [17, 24, 14], [6, 19, 26, 4]
+    d, tokens = drafter(), jnp.array([text + drafts])
+    out = llama(params, tokens, taps=d.taps)
+    p = jax.nn.softmax(llama.logits(params, out.hidden))[0, 2:6]
+    two = jnp.array([2])
+    state = d.prefill(weights(), SHARED, tokens, two, out.features, 16)
+    q, _ = teacher()(state, [14, *drafts[:-1]])
+    q = np.asarray(jax.nn.softmax(q), np.float64)
+    at = np.arange(4), drafts
+    right = [0.033800, 0.084266, 0.026335, 0.005428]
+    np.testing.assert_allclose(q[at], right, atol=2e-6)
+    right = [0.008215, 0.021010, 0.060642, 0.039753]
+    np.testing.assert_allclose(p[at], right, atol=2e-6)
+    u = np.array([[0.3], [0.6], [0.9], [0.2]])
+    drawn = np.sum(np.cumsum(q, axis=1) <= u, axis=1)
+    assert drawn.tolist() == drafts
+    assert p[0, 6] / q[0, 6] <= 0.5  # refused
+    left = np.maximum(np.asarray(p[0], np.float64) - q[0], 0)
+    assert np.sum(np.cumsum(left) <= 0.4 * left.sum()) == 19
+
+
+@pytest.mark.slow
+def test_the_mean_runs_over_all_blocks_of_a_batch():
+    """One block a row: the loss of both together, not the mean of two means."""
+    forced = lambda *_: (jnp.array([[2], [5]]), jnp.ones((2, 1), bool))
+    twice = jax.tree.map(lambda x: jnp.repeat(x, 2, axis=0), backbone.batch())
+    with mock.patch.object(dflash, "draw_anchors", forced):
+        loss, _ = fast(drafter().loss)(weights(), SHARED, twice, jax.random.key(0))
+    assert float(loss) == pytest.approx(1.807876, abs=1e-5)
+
+
+@pytest.mark.parametrize("head", ["rnn", SLOW[0]])
+def test_a_node_of_a_tree_has_the_law_of_its_own_path(head):
+    """Law and confidence at each inner node are those of a chain of these tokens."""
+    tree = Tree((-1, 0, 0, 1, 1, 2, 3, 6))
+    draft = propose(head, Sampling(), drafter(head, topology=tree))
+    nodes = np.array([5, *draft.tokens[0].tolist()])
+    for row, inner in enumerate(tree.inner):
+        path = np.flatnonzero(tree.ancestors[inner])
+        last = len(path) - 1
+        logits, z = teacher(head)(context(head), np.resize(nodes[path], 4))
+        law, sure = jax.nn.softmax(logits[last]), jax.nn.sigmoid(z[last])
+        np.testing.assert_allclose(draft.probs[0, row], law, atol=1e-6)
+        np.testing.assert_allclose(draft.confidence[0, row], sure, atol=1e-6)
+
+
+def test_a_dynamic_tree_has_no_confidence_and_the_tree_of_the_laws():
+    d = drafter(topology=DynamicTree(num_nodes=6, depth=3, width=2))
+    draft = propose("vanilla", GREEDY, d)
+    assert draft.confidence is None and draft.tokens.shape == (1, 5)
+    assert draft.tokens[0, 0] == propose("vanilla").tokens[0, 0]
+
+
+def test_temperatures_divide_the_confidence_and_nothing_else():
+    T = (2.0, 0.5, 1.0, 4.0)
+    plain, scaled = propose(), propose(d=drafter(temperatures=T))
+    assert plain.tokens.tolist() == scaled.tokens.tolist()
+    np.testing.assert_allclose(
+        logit(scaled.confidence[0]), logit(plain.confidence[0]) / T, atol=1e-5
+    )
+
+
+def test_labels_behind_a_hole_in_the_mask_change_nothing():
+    """Of the block at 5 one label counts: tokens and states behind it may be any."""
+    batch = backbone.batch()
+    garbled = dataclasses.replace(
+        batch,
+        tokens=batch.tokens.at[0, 7:].set(3),
+        hidden=batch.hidden.at[0, 6:].set(9.0),
+        features=batch.features.at[0, 5:].set(9.0),
+    )
+    forced = lambda *_: (jnp.array([[5]]), jnp.ones((1, 1), bool))
+    with mock.patch.object(dflash, "draw_anchors", forced):
+        grad = fast(jax.grad(drafter().loss, has_aux=True))
+        runs = [
+            grad(weights(), SHARED, b, jax.random.key(0))[0] for b in (batch, garbled)
+        ]
+    for a, b in zip(*map(jax.tree.leaves, runs), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rank": 0}, "rank >= 1"),
+        ({"w_ce": 0.0, "w_l1": 0.0}, "one of the first two"),
+        ({"temperatures": (1.0,)}, "each of gamma=4 slots"),
+        ({"temperatures": (1.0, 1.0, 0.0, 1.0)}, "temperature > 0"),
+        ({"gamma": 0}, "gamma >= 1"),
+    ],
+)
+def test_bad_settings_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        drafter(**fields)

@@ -76,25 +76,25 @@ class SequentialHead(nn.Module):
     def code(
         self, state: Float[Array, "*B R"], before: Int[Array, "*B"], h: Array
     ) -> tuple[Float[Array, "*B R"], Float[Array, "*B R"]]:
-        """c_k and the next state."""
+        """The next state and c_k."""
         w = self.w1[before]
         if self.kind == "vanilla":
-            return w, state
+            return state, w
         if self.kind == "gated":
             z = dense(jnp.concatenate([h, w], axis=-1), self.gate)
-            return jax.nn.sigmoid(_plus(z, self.gate_bias)) * w, state
+            return state, jax.nn.sigmoid(_plus(z, self.gate_bias)) * w
         z = dense(jnp.concatenate([state, w, h], axis=-1), self.joint)
         g, u, o = jnp.moveaxis(_plus(z, self.joint_bias), -2, 0)
         g = jax.nn.sigmoid(g)
-        return jnp.tanh(o), g * state + (1 - g) * jnp.tanh(u)
+        return g * state + (1 - g) * jnp.tanh(u), jnp.tanh(o)
 
     def correction(self, code: Float[Array, "*B R"]) -> Float[Array, "*B V"]:
         return dense(code, self.w2, jnp.float32)
 
     def step(self, state, before, h):
-        """The correction of a slot and the next state."""
-        code, state = self.code(state, before, h)
-        return self.correction(code), state
+        """The next state and the correction of a slot."""
+        state, code = self.code(state, before, h)
+        return state, self.correction(code)
 
     def confidence(self, before: Int[Array, "*B"], h: Array) -> Float[Array, "*B"]:
         """Eq. 5 before the sigmoid."""
@@ -105,11 +105,11 @@ class SequentialHead(nn.Module):
         """Corrections [*B G V] and confidences [*B G] after the text's own tokens."""
         zeros = jnp.zeros((*before.shape, self.rank), h.dtype)
         if self.kind == "rnn":
-            step = lambda state, xs: self.code(state, *xs)[::-1]
+            step = lambda state, xs: self.code(state, *xs)
             xs = jnp.moveaxis(before, -1, 0), jnp.moveaxis(h, -2, 0)
             codes = jnp.moveaxis(jax.lax.scan(step, zeros[..., 0, :], xs)[1], 0, -2)
         else:  # nothing reads the state
-            codes, _ = self.code(zeros, before, h)
+            _, codes = self.code(zeros, before, h)
         return self.correction(codes), self.confidence(before, h)
 
 
@@ -192,7 +192,7 @@ class DSpark(DFlash):
         tree, B = self.tree, anchor.shape[0]
         U = shared.logits(h[:, : tree.depth])
         zero = jnp.zeros((B, self.rank), h.dtype)
-        first, s = self.sequential(
+        s, first = self.sequential(
             params, shared, SequentialHead.step, zero, anchor, h[:, 0]
         )
         # States by slot of `grow`, after the anchor's own.
@@ -202,7 +202,7 @@ class DSpark(DFlash):
             W = tokens.shape[1]
             above = states[jnp.arange(B)[:, None], draft_tree.above(sees, level)]
             here = jnp.repeat(h[:, level + 1][:, None], W, axis=1)
-            correction, s = self.sequential(
+            s, correction = self.sequential(
                 params, shared, SequentialHead.step, above, tokens, here
             )
             states = jax.lax.dynamic_update_slice_in_dim(
