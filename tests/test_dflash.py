@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax import testing
 from specjax.drafters import dflash
 from specjax.drafters.base import Batch
 from specjax.drafters.dflash import DFlash, Net, draw_anchors
@@ -143,6 +144,59 @@ def test_slots_are_those_recorded():
     logits = SHARED.logits(x)
     np.testing.assert_allclose(logits[:, :3], LOGITS, atol=1e-5)
     assert np.argmax(logits, axis=1).tolist() == [5] * 4
+
+
+WINDOWED = {  # fields: sum of the slots, the first and the last one
+    "window, causal in the block": (
+        {"windows": (3, 3)},
+        16.844406,
+        (1.018341, -1.161447, 1.163956, -0.807890),
+        (0.367441, 0.588078, 0.460307, -1.115084),
+    ),
+    "causal": (
+        {"is_causal": True},
+        7.781041,
+        (1.087585, -1.675828, 1.716369, -0.265761),
+        (0.776679, -1.295045, 1.137493, -1.694859),
+    ),
+    "window both ways": (
+        {"windows": (3, 3), "is_causal": False},
+        22.602347,
+        (0.810351, -0.176808, -0.042882, -0.968593),
+        (0.552950, 0.517367, 0.204159, -0.979104),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_windows_and_the_causal_flag_give_the_slots_recorded(name):
+    """In training, beside another block, and in drafting."""
+    fields, total, first, last = WINDOWED[name]
+    drafter = DFlash(**vars(DRAFTER) | fields)
+    features = jnp.asarray(FEATURES, jnp.float32)[None]
+
+    def both(features):
+        anchors = jnp.array([[5, 2]])
+        blocks = drafter.embed_blocks(SHARED, jnp.array([[5, 15]]))
+        trained = drafter.apply(WEIGHTS, Net.train, features, blocks, anchors)
+        text = jnp.array([IDS[:5]])
+        state = drafter.prefill(
+            WEIGHTS, SHARED, text, jnp.array([5]), features[:, :5], 16
+        )
+        drafted, _ = drafter.fill(WEIGHTS, SHARED, state, jnp.array([5]))
+        return trained[0, 0], drafted[0]
+
+    for x in jax.jit(both, compiler_options=testing.FAST)(features):
+        assert float(x.sum()) == pytest.approx(total, abs=5e-5)
+        np.testing.assert_allclose(x[0, :4], first, atol=1e-5)
+        np.testing.assert_allclose(x[3, :4], last, atol=1e-5)
+
+
+def test_a_wide_window_both_ways_is_none_at_all():
+    drafter = DFlash(**vars(DRAFTER) | {"windows": (None, 99), "is_causal": False})
+    places = jnp.arange(9)[None]
+    assert drafter.near(0, places[:, 5:], places) is None
+    assert np.all(drafter.near(1, places[:, 5:], places))
 
 
 @pytest.mark.parametrize("anchor", [1, 2, 5, 8])
@@ -302,6 +356,8 @@ def test_taps_spread_as_published(layers, ids):
         (31, {"gamma": 0}, "gamma >= 1"),
         (31, {"decay": 0.0}, "decay > 0"),
         (31, {"target_layer_ids": (2, 1)}, "must ascend"),
+        (31, {"windows": (4,), "num_layers": 2}, "1 entries for 2 layers"),
+        (31, {"windows": (0,), "num_layers": 1}, "window is >= 1"),
         (31, {"target_layer_ids": (0, 3)}, "reach past layer 2"),
     ],
 )

@@ -217,6 +217,24 @@ def test_four_anchors_give_the_loss_recorded():
     np.testing.assert_allclose(found, right, atol=1e-5)
 
 
+@pytest.mark.slow
+def test_without_a_head_it_is_the_dflash_that_was_trained_beside_it():
+    """Cross-entropy alone and W2 = 0: `dflash_*_block7`, whose anchor's slot predicts."""
+    d = drafter(w_ce=1.0, w_l1=0.0, w_conf=0.0)
+    params = weights() | {"sequential": dict(weights()["sequential"])}
+    params["sequential"]["w2"] = jnp.zeros((V, R))
+    forced = lambda *_: (jnp.array([[2, 5]]), jnp.ones((1, 2), bool))
+    with mock.patch.object(dflash, "draw_anchors", forced):
+        run = fast(jax.value_and_grad(d.loss, has_aux=True))
+        (loss, _), grads = run(params, SHARED, backbone.batch(), jax.random.key(0))
+    assert float(loss) == pytest.approx(3.351005, abs=1e-5)
+    norm = lambda x: float(jnp.sqrt(jnp.sum(x * x)))
+    found = [norm(grads[k]["scale"]) for k in ("hidden_norm", "norm")]
+    found += [norm(grads["fc"]), norm(grads["layer_0"]["attention"]["kv"][0])]
+    right = [0.400576, 0.372721, 2.012720, 1.638844]
+    np.testing.assert_allclose(found, right, atol=2e-5)
+
+
 ROUNDS = {  # head: prompt, first token, [(start, drafts, confidence, accepted, next)]
     "vanilla": (
         [17, 24],

@@ -23,7 +23,16 @@ the anchor's own features exist only after verification.
 At temperature > 0 the default still proposes each slot's likeliest token, to be
 accepted with the probability that the target gives it: slots drawn independently rarely
 fit together (`propose="sample"` draws them). `topology` makes a tree of the slots'
-laws. Departs from the paper: full attention only; no sliding layers.
+laws.
+
+Released drafters differ from the paper, which has full attention throughout. A layer
+with a window W of `windows` sees a key at p from a slot at s only if s - p < W. Such a
+layer is causal inside the block, as full layers are with `is_causal=True`; with
+`is_causal=False` it sees both ways, and of the block only |s - p| < W. In training the
+same rule holds; trainers that leave the block unwindowed agree for W > gamma.
+
+DFlash 2 (2026; no paper) adds convolutions around the layers and a selector of
+candidates behind the head, and is not here.
 """
 
 import dataclasses
@@ -137,11 +146,15 @@ class Net(nn.Module):
         at = self.angles(positions)
         return [layer.context(h, at) for layer in self.layer]
 
-    def __call__(self, x, positions, joins, mask) -> tuple[Array, list]:
-        """States of the slots after the final norm, and each layer's k and v."""
+    def __call__(self, x, positions, joins, mask, places) -> tuple[Array, list]:
+        """States of the slots after the final norm, and each layer's k and v.
+
+        `places` [B S] are the positions of the keys that `mask` [B T S] lets be seen.
+        """
         at, joined = self.angles(positions), []
-        for layer, join in zip(self.layer, joins, strict=True):
-            x, kv = layer(x, join, at, mask)
+        for i, (layer, join) in enumerate(zip(self.layer, joins, strict=True)):
+            near = self.drafter.near(i, positions, places)
+            x, kv = layer(x, join, at, mask if near is None else mask & near)
             joined.append(kv)
         return self.norm(x), joined
 
@@ -152,7 +165,8 @@ class Net(nn.Module):
         """
         B, A, N, D = blocks.shape
         T = features.shape[1]
-        context = self.context(features, jnp.broadcast_to(jnp.arange(T), (B, T)))
+        here = jnp.broadcast_to(jnp.arange(T), (B, T))
+        context = self.context(features, here)
         sees_context = jnp.arange(T)[None, None] < anchors[..., None]  # [B A T]
         sees_block = jnp.broadcast_to(jnp.eye(A, dtype=bool), (B, A, A))
         mask = jnp.concatenate(
@@ -171,6 +185,7 @@ class Net(nn.Module):
             positions,
             [beside(k, v) for k, v in context],
             jnp.repeat(mask, N, axis=1),
+            jnp.concatenate([here, positions], axis=1),
         )
         return x.reshape(B, A, N, D)
 
@@ -202,6 +217,8 @@ class DFlash:
     topology: Tree | DynamicTree | None = None  # None: a chain of gamma tokens
     rope: Rope = Rope()
     norm_eps: float = 1e-6
+    windows: tuple[int | None, ...] = ()  # keys a layer sees back; () = all, or None
+    is_causal: bool | None = None  # inside the block; None: layers with a window are
 
     def __post_init__(self):
         for name in ("gamma", "num_layers", "num_anchors"):
@@ -219,6 +236,14 @@ class DFlash:
         if self.propose not in ("argmax", "sample"):
             raise ValueError(
                 f"dflash proposes by argmax or sample, got {self.propose!r}."
+            )
+        if self.windows and len(self.windows) != self.num_layers:
+            raise ValueError(
+                f"windows has {len(self.windows)} entries for {self.num_layers} layers."
+            )
+        if min((w for w in self.windows if w is not None), default=1) < 1:
+            raise ValueError(
+                f"a window is >= 1 or None (all), got windows={self.windows}."
             )
         ids = self.target_layer_ids
         if not ids or list(ids) != sorted(set(ids)) or ids[0] < -1:
@@ -271,6 +296,17 @@ class DFlash:
     def num_slots(self) -> int:
         """N, slots of a block: the anchor's own has no token to predict."""
         return self.gamma + 1
+
+    def near(
+        self, layer: int, slots: Int[Array, "B T"], keys: Int[Array, "B S"]
+    ) -> Bool[Array, "B T S"] | None:
+        """Which keys the window and the causal flag leave a layer; None: all."""
+        window = self.windows[layer] if self.windows else None
+        causal = self.is_causal if self.is_causal is not None else window is not None
+        back = slots[..., None] - keys[:, None]
+        if window is None:
+            return back >= 0 if causal else None
+        return (back < window) & (back >= 0 if causal else back > -window)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -347,6 +383,7 @@ class DFlash:
             positions,
             joins,
             jnp.broadcast_to(mask, (*positions.shape, cache.size)),
+            jnp.broadcast_to(jnp.arange(cache.size), (mask.shape[0], cache.size)),
         )
         k, v = zip(*joined, strict=True)
         # The block's entries stay past `length`, where nothing sees them.
