@@ -219,7 +219,7 @@ def test_four_anchors_give_the_loss_recorded():
 
 @pytest.mark.slow
 def test_without_a_head_it_is_the_dflash_that_was_trained_beside_it():
-    """Cross-entropy alone and W2 = 0: `dflash_*_block7`, whose anchor's slot predicts."""
+    """Cross-entropy alone and W2 = 0: `dflash_*_block7`; the anchor's slot predicts."""
     d = drafter(w_ce=1.0, w_l1=0.0, w_conf=0.0)
     params = weights() | {"sequential": dict(weights()["sequential"])}
     params["sequential"]["w2"] = jnp.zeros((V, R))
@@ -397,11 +397,13 @@ def test_a_dynamic_tree_has_no_confidence_and_the_tree_of_the_laws():
 
 
 def test_temperatures_divide_the_confidence_and_nothing_else():
-    T = (2.0, 0.5, 1.0, 4.0)
-    plain, scaled = propose(), propose(d=drafter(temperatures=T))
+    """The fourth slot has the third one's."""
+    plain, scaled = propose(), propose(d=drafter(temperatures=(2.0, 0.5, 4.0)))
     assert plain.tokens.tolist() == scaled.tokens.tolist()
     np.testing.assert_allclose(
-        logit(scaled.confidence[0]), logit(plain.confidence[0]) / T, atol=1e-5
+        logit(scaled.confidence[0]),
+        logit(plain.confidence[0]) / [2.0, 0.5, 4.0, 4.0],
+        atol=1e-5,
     )
 
 
@@ -429,8 +431,8 @@ def test_labels_behind_a_hole_in_the_mask_change_nothing():
     [
         ({"rank": 0}, "rank >= 1"),
         ({"w_ce": 0.0, "w_l1": 0.0}, "one of the first two"),
-        ({"temperatures": (1.0,)}, "each of gamma=4 slots"),
-        ({"temperatures": (1.0, 1.0, 0.0, 1.0)}, "temperature > 0"),
+        ({"temperatures": ()}, "one a slot"),
+        ({"temperatures": (1.0, 1.0, 0.0, 1.0)}, "temperatures are > 0"),
         ({"gamma": 0}, "gamma >= 1"),
     ],
 )

@@ -135,7 +135,8 @@ class DSpark(DFlash):
     w_ce: float = 0.1
     w_l1: float = 0.9
     w_conf: float = 1.0
-    # Of each slot: divides eq. 5 before the sigmoid (`calibration` fits it). None: 1.
+    # Of each slot: divides eq. 5 before the sigmoid (`calibration` fits it); the last
+    # one is also that of later slots. None: 1.
     temperatures: tuple[float, ...] | None = None
 
     def __post_init__(self):
@@ -153,10 +154,10 @@ class DSpark(DFlash):
                 f"0; got {weights}."
             )
         T = self.temperatures
-        if T is not None and (len(T) < self.gamma or min(T) <= 0):
+        if T is not None and (not T or min(T) <= 0):
             raise ValueError(
-                f"dspark needs a temperature > 0 for each of gamma={self.gamma} slots, "
-                f"got {T}. Fit them with specjax.calibration, or leave them out."
+                f"dspark's temperatures are > 0, one a slot from the first on, got "
+                f"{T}. Fit them with specjax.calibration, or leave them out."
             )
 
     @classmethod
@@ -228,7 +229,10 @@ class DSpark(DFlash):
             h[:, depths],
         )
         if self.temperatures is not None:
-            z = z / jnp.asarray(np.array(self.temperatures)[depths], z.dtype)[None]
+            T = np.array(self.temperatures)[
+                np.minimum(depths, len(self.temperatures) - 1)
+            ]
+            z = z / jnp.asarray(T, z.dtype)[None]
         return dataclasses.replace(draft, confidence=jax.nn.sigmoid(z))
 
     def loss(self, params, shared: Shared, batch: Batch, key: PRNGKey):
