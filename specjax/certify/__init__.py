@@ -76,8 +76,8 @@ def rows_of(
                 at = (name, verify.get(rule), topology, drafting, sampling)
                 distance, _ = engine.exact_law(*at)
                 add(rule, topology, label, "exact", distance)
-    if not own.greedy and engine.gives_confidence(name):
-        label, sampling = next(iter(settings.items()))
+    label, sampling = next(iter(settings.items()))
+    if engine.gives_confidence(name, engine.drafting(name, "token", sampling)):
         for rule in ("token", "block"):
             distance = engine.stopped_law(name, rule, sampling).distance
             add(rule, "chain, stopped", label, "exact", distance)

@@ -194,16 +194,11 @@ class Stopped:
     lengths: set[int]  # that drafts were stopped at: a single one would test nothing
 
 
-def gives_confidence(name: str) -> bool:
-    """Whether drafts of a chain say how likely they are accepted."""
-    shapes = jax.eval_shape(_one_draft, name)
-    return shapes.confidence is not None
-
-
-def _one_draft(name: str) -> Draft:
-    k = kit(name)
-    args = k.params, k.weights, jnp.asarray([PROMPT], jnp.int32), jax.random.key(0)
-    return draw_many(k.target, k.drafter, Sampling(), 1, *args)
+def gives_confidence(name: str, drafting: Sampling) -> bool:
+    """Whether drawn drafts of a chain say how likely they are accepted."""
+    if drafting.greedy:
+        return False
+    return proposals(name, "chain", drafting)[0].confidence is not None
 
 
 def stopped_law(
