@@ -72,9 +72,10 @@ class Rounds:
 def look(model: Model, weights: Weights, progress: engine.Progress):
     """Tokens and confidence of the draft that the coming round will make."""
     keys, _ = engine._round_keys(progress.keys, progress.cache.length)
+    shared = model.target.shared(weights.target)
     draft, _ = model.drafter.draft(
         weights.drafter,
-        model.target.shared(weights.target),
+        dataclasses.replace(shared, cache=progress.cache),
         progress.state,
         progress.anchor,
         model.drafting,
