@@ -229,9 +229,8 @@ class DSpark(DFlash):
             h[:, depths],
         )
         if self.temperatures is not None:
-            T = np.array(self.temperatures)[
-                np.minimum(depths, len(self.temperatures) - 1)
-            ]
+            last = len(self.temperatures) - 1
+            T = np.array(self.temperatures)[np.minimum(depths, last)]
             z = z / jnp.asarray(T, z.dtype)[None]
         return dataclasses.replace(draft, confidence=jax.nn.sigmoid(z))
 
