@@ -341,12 +341,12 @@ def test_no_draft_at_all_is_plain_decoding():
 
 def test_policies_that_do_not_fit_are_refused():
     target, drafter, weights = models()
-    for fields, message in (
-        ({"drafter": dataclasses.replace(drafter, topology=Tree.full(2))}, "chains"),
-        ({"policy": Prefix((1.0, 0.5))}, "known for 1 to 2 tokens"),
+    right = Model(target, drafter, Sampling(), policy=Threshold(0.5))
+    bushy = dataclasses.replace(drafter, topology=Tree.full(2))
+    for model, message in (
+        (dataclasses.replace(right, drafter=bushy), "chains"),
+        (dataclasses.replace(right, policy=Prefix((1.0, 0.5))), "for 1 to 2 tokens"),
     ):
-        defaults = {"target": target, "drafter": drafter, "sampling": Sampling()}
-        model = Model(**{"policy": Threshold(0.5)} | defaults | fields)
         with pytest.raises(ValueError, match=message):
             generate(model, weights, [[1, 2]], max_new_tokens=4)
     draft = Draft(tokens=jnp.zeros((1, 2), jnp.int32), probs=None)
