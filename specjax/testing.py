@@ -61,7 +61,12 @@ def tiny_target(
     }
     target = Llama(TransformerConfig(**config | fields))
     params = _init(target, jax.random.key(seed))
-    grow = lambda path, x: x if "scale" in jax.tree_util.keystr(path) else x * scale
+    # In NumPy: op by op JAX would compile for each shape.
+    grow = lambda path, x: (
+        x
+        if "scale" in jax.tree_util.keystr(path)
+        else jnp.asarray(np.asarray(x) * np.float32(scale))
+    )
     return target, jax.tree_util.tree_map_with_path(grow, params)
 
 
@@ -78,7 +83,8 @@ def perturb(params: Any, seed: int = 0, scale: float = 0.1) -> Any:
     """Adds normal noise of deviation `scale` to every weight, so that none is zero."""
     leaves, tree = jax.tree.flatten(params)
     rng = np.random.default_rng(seed)
-    noisy = [x + jnp.asarray(rng.normal(0, scale, x.shape), x.dtype) for x in leaves]
+    noise = lambda x: rng.normal(0, scale, x.shape).astype(x.dtype)
+    noisy = [jnp.asarray(np.asarray(x) + noise(x)) for x in leaves]
     return jax.tree.unflatten(tree, noisy)
 
 

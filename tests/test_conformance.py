@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 
-from specjax import certify, drafters, kv_cache, testing, training
+from specjax import drafters, kv_cache, testing, training
 from specjax.certify import engine
 from specjax.drafters import base
 from specjax.drafters.draft_model import DraftModel
@@ -45,7 +45,7 @@ def often(*names):
     )
 
 
-TEXTS = jnp.asarray(np.random.default_rng(0).integers(0, 22, (3, WIDTH)), jnp.int32)
+TEXTS = np.random.default_rng(0).integers(0, 22, (3, WIDTH), np.int32)
 
 
 class Kit:
@@ -80,7 +80,7 @@ class Kit:
 
     def read(self, lengths, tokens=TEXTS):
         """The state after so many tokens, and what a draft then sees of the target."""
-        lengths, out = jnp.asarray(lengths), self.run(tokens)
+        lengths, out = jnp.asarray(lengths, jnp.int32), self.run(tokens)
         args = self.weights, self.shared, tokens, lengths, out.features, SLOTS
         return self.prefill(*args), self.seen(out, lengths)
 
@@ -94,9 +94,8 @@ class Kit:
         return self.draft(self.weights, shared, state, anchor, sampling, keys)
 
     def batch(self, tokens=TEXTS, mask=None):
-        mask = jnp.arange(tokens.shape[1])[None] >= 3 if mask is None else mask
-        mask = jnp.broadcast_to(mask, tokens.shape)
-        return self.look(self.params, tokens, mask)
+        mask = np.arange(tokens.shape[1])[None] >= 3 if mask is None else mask
+        return self.look(self.params, tokens, np.broadcast_to(mask, tokens.shape))
 
     def loss(self, batch, weights=None, seed=0):
         weights = self.weights if weights is None else weights
@@ -121,20 +120,23 @@ def play_round(kit, lengths, accepted):
 
     The anchor is what `TEXTS` holds at each row's length; the bonus is the token 3.
     """
-    lengths, accepted = jnp.asarray(lengths), jnp.asarray(accepted)
-    rows, node = jnp.arange(3)[:, None], jnp.arange(kit.drafter.gamma + 1)[None]
+    # In NumPy: op by op JAX would compile each of these lines for every drafter.
+    lengths = np.asarray(lengths, np.int32)
+    accepted = np.asarray(accepted, np.int32)
+    rows, node = np.arange(3)[:, None], np.arange(kit.drafter.gamma + 1)[None]
     draft, state = kit.propose(kit.read(lengths), TEXTS[rows[:, 0], lengths])
-    nodes = jnp.concatenate([TEXTS[rows, lengths[:, None]], draft.tokens], axis=1)
-    at = lengths[:, None] + node
-    text = TEXTS.at[rows, at].set(nodes)
-    features = kit.run(text).features[rows, at]
+    nodes = np.concatenate([TEXTS[rows, lengths[:, None]], draft.tokens], axis=1)
+    at, text = lengths[:, None] + node, TEXTS.copy()
+    text[rows, at] = nodes
+    features = np.asarray(kit.run(text).features)[rows, at]
 
-    kept = jnp.where(node < accepted[:, None], jnp.roll(nodes, -1, 1), -1)
-    kept = jnp.where(node == accepted[:, None], 3, kept)
-    verdict = Verdict(accepted, kept, jnp.ones(3, bool))
+    kept = np.where(node < accepted[:, None], np.roll(nodes, -1, 1), -1)
+    kept = np.where(node == accepted[:, None], 3, kept).astype(np.int32)
+    verdict = Verdict(*map(jnp.asarray, (accepted, kept, np.ones(3, bool))))
     state = kit.commit(kit.weights, kit.shared, state, verdict, nodes, features)
-    text = text.at[rows[:, 0], lengths + accepted + 1].set(3, mode="drop")
-    return (state, kit.seen(kit.run(text), lengths + accepted + 1)), text
+    after = lengths + accepted + 1
+    text[np.flatnonzero(after < WIDTH), after[after < WIDTH]] = 3
+    return (state, kit.seen(kit.run(text), jnp.asarray(after))), text
 
 
 def visible(tree):
@@ -143,12 +145,16 @@ def visible(tree):
     def hide(x):
         if not isinstance(x, KVCache):
             return x
-        exists = jnp.arange(x.size)[None, None, :, None] < x.length[:, None, None, None]
-        keep = lambda slots: tuple(jnp.where(exists, s, 0.0) for s in slots)
-        return KVCache(keep(x.k), keep(x.v), x.length)
+        exists = np.arange(x.size)[None] < np.asarray(x.length)[:, None]
+        keep = lambda s: np.where(exists[:, None, :, None], s, np.zeros_like(s))
+        return list(map(keep, x.k)), list(map(keep, x.v)), x.length
 
     is_cache = lambda x: isinstance(x, KVCache)
-    return jax.tree.leaves(jax.tree.map(hide, tree, is_leaf=is_cache))
+    return leaves(jax.tree.map(hide, tree, is_leaf=is_cache))
+
+
+def leaves(tree):
+    return [np.asarray(x) for x in jax.tree.leaves(tree)]
 
 
 def assert_same(a, b, **tolerance):
@@ -162,9 +168,10 @@ def test_shapes_and_dtypes_are_those_of_the_protocol(kit):
     draft, _ = kit.propose(kit.read([20, 7, 5]), TEXTS[:, 0])
     assert draft.tokens.shape == (3, G) and draft.tokens.dtype == jnp.int32
     assert draft.probs.shape == (3, G, V) and draft.probs.dtype == jnp.float32
-    np.testing.assert_allclose(draft.probs.sum(-1), 1, atol=1e-5)
-    drawn = jnp.take_along_axis(draft.probs, draft.tokens[..., None], -1)
-    assert np.all(drawn > 0) and np.all(draft.tokens >= 0) and np.all(draft.tokens < V)
+    probs, tokens = np.asarray(draft.probs), np.asarray(draft.tokens)
+    np.testing.assert_allclose(probs.sum(-1), 1, atol=1e-5)
+    drawn = np.take_along_axis(probs, tokens[..., None], -1)
+    assert np.all(drawn > 0) and np.all(tokens >= 0) and np.all(tokens < V)
     assert kit.drafter.tree.depth == G
     assert kit.run(TEXTS).features.shape[-1] == len(kit.drafter.taps) * 16
 
@@ -182,7 +189,8 @@ def test_jit_equals_eager(kit):
     state, shared = read
     keys = jax.random.split(jax.random.key(0), 3)
     with jax.disable_jit():
-        draft, _ = kit.drafter.draft(kit.weights, shared, state, anchor, SAMPLED, keys)
+        args = kit.weights, shared, state, jnp.asarray(anchor)
+        draft, _ = kit.drafter.draft(*args, SAMPLED, keys)
     assert_same(draft, kit.propose(read, anchor)[0])
 
 
@@ -192,23 +200,23 @@ def test_the_same_key_draws_the_same_draft_and_another_key_another(kit):
     again, _ = kit.propose(state, anchor)
     assert_same(first, again, atol=0, rtol=0)
     others = [kit.propose(state, anchor, seed=s)[0].tokens for s in range(1, 6)]
-    one_hot = bool(np.all(np.max(first.probs, -1) > 1 - 1e-6))
-    assert one_hot or any(np.any(o != first.tokens) for o in others)
+    one_hot = bool(np.all(np.asarray(first.probs).max(-1) > 1 - 1e-6))
+    assert one_hot or any(o.tolist() != first.tokens.tolist() for o in others)
 
 
 def test_rows_are_independent_of_their_place_neighbours_and_padding(kit):
-    lengths, anchor = jnp.array([9, 7, 5]), TEXTS[:, 0]
+    lengths, anchor = np.array([9, 7, 5]), TEXTS[:, 0]
     keys = jax.random.split(jax.random.key(0), 3)
-    garbled = jnp.where(jnp.arange(WIDTH)[None] < lengths[:, None], TEXTS, 21)
-    order = jnp.array([2, 0, 1])
+    garbled = np.where(np.arange(WIDTH)[None] < lengths[:, None], TEXTS, 21)
+    order = np.array([2, 0, 1])
     drafts = []
-    for rows, tokens in ((jnp.arange(3), TEXTS), (order, garbled)):
+    for rows, tokens in ((np.arange(3), TEXTS), (order, garbled.astype(np.int32))):
         state, shared = kit.read(lengths[rows], tokens[rows])
         draft, _ = kit.draft(
             kit.weights, shared, state, anchor[rows], SAMPLED, keys[rows]
         )
         drafts.append(draft)
-    assert_same(jax.tree.map(lambda x: x[order], drafts[0]), drafts[1])
+    assert_same(jax.tree.map(lambda x: np.asarray(x)[order], drafts[0]), drafts[1])
 
 
 def test_greedy_text_is_the_targets_own(kit):
@@ -230,20 +238,20 @@ def test_commit_equals_prefill_of_the_longer_text(kit, accepted):
     longer = lengths + accepted + 1
     fresh = kit.read(longer, text)
     assert_same(ours, fresh)
-    anchor = jnp.full(3, 3, jnp.int32)
+    anchor = np.full(3, 3, np.int32)
     assert_same(kit.propose(ours, anchor)[0], kit.propose(fresh, anchor)[0])
 
 
 def test_gradients_are_finite_and_in_the_drafter_alone(kit):
     loss, logs, drafter, target = kit.loss(kit.batch())
     assert loss.shape == () and loss.dtype == jnp.float32 and np.isfinite(loss)
-    assert all(np.all(np.isfinite(g)) for g in jax.tree.leaves(drafter))
-    assert all(np.any(g != 0) for g in jax.tree.leaves(drafter))
-    assert not any(np.any(g != 0) for g in jax.tree.leaves(target))
-    assert logs["alpha"].shape == (kit.drafter.gamma,)
-    assert np.all((logs["alpha"] >= 0) & (logs["alpha"] <= 1 + 1e-6))
-    assert np.all(logs["survival"] <= logs["alpha"] + 1e-6)
-    assert np.all(np.diff(logs["survival"]) <= 1e-2)  # masks differ by position
+    assert all(np.isfinite(g).all() and g.any() for g in leaves(drafter))
+    assert not any(g.any() for g in leaves(target))
+    alpha, survival = np.asarray(logs["alpha"]), np.asarray(logs["survival"])
+    assert alpha.shape == (kit.drafter.gamma,)
+    assert np.all((alpha >= 0) & (alpha <= 1 + 1e-6))
+    assert np.all(survival <= alpha + 1e-6)
+    assert np.all(np.diff(survival) <= 1e-2)  # masks differ by position
 
 
 @pytest.mark.slow
@@ -270,7 +278,8 @@ def test_every_method_works_on_shapes_alone_and_in_bf16(kit):
         lengths, G = jnp.array([5, 6, 7]), drafter.gamma
         args = weights, shared
         state = drafter.prefill(*args, batch.tokens, lengths, batch.features, SLOTS)
-        draft, state = drafter.draft(*args, state, TEXTS[:, 0], SAMPLED, keys)
+        anchor = batch.tokens[:, 0]
+        draft, state = drafter.draft(*args, state, anchor, SAMPLED, keys)
         nodes = jnp.pad(draft.tokens, ((0, 0), (1, 0)))
         verdict = Verdict(jnp.zeros(3, jnp.int32), nodes, jnp.ones(3, bool))
         features = batch.features[:, : G + 1]
@@ -285,22 +294,21 @@ def test_every_method_works_on_shapes_alone_and_in_bf16(kit):
 
 def test_a_batch_with_nothing_to_learn_has_zero_loss_and_gradient(kit):
     """C19: all masked; and only first tokens unmasked, which nothing predicts."""
-    for mask in (jnp.zeros(WIDTH, bool), jnp.arange(WIDTH) == 0):
+    for mask in (np.zeros(WIDTH, bool), np.arange(WIDTH) == 0):
         loss, logs, grads, _ = kit.loss(kit.batch(mask=mask[None]))
         assert np.isfinite(loss) and np.all(np.isfinite(logs["alpha"]))
-        assert not any(np.any(g != 0) for g in jax.tree.leaves(grads))
+        assert not any(g.any() for g in leaves(grads))
 
 
 def test_padding_and_masked_rows_do_not_change_the_loss(kit):
     """C19: the mean runs over real tokens only, whatever stands beside them."""
-    mask = (jnp.arange(WIDTH) >= 3) & (jnp.arange(WIDTH) < 12)
-    few = kit.batch(mask=mask[None])
-    masked = dataclasses.replace(few, mask=few.mask.at[1:].set(False))
-    loss, _, grads, _ = kit.loss(masked)
+    mask = (np.arange(WIDTH) >= 3) & (np.arange(WIDTH) < 12)
+    mask = mask[None] & (np.arange(3) == 0)[:, None]
+    loss, _, grads, _ = kit.loss(kit.batch(mask=mask))
 
-    garbled = jnp.where(jnp.arange(WIDTH)[None] < 12, TEXTS, (TEXTS + 7) % 22)
-    garbled = garbled.at[1:].set(4)
-    other = kit.batch(garbled, masked.mask)
+    garbled = np.where(np.arange(WIDTH)[None] < 12, TEXTS, (TEXTS + 7) % 22)
+    garbled[1:] = 4
+    other = kit.batch(garbled.astype(np.int32), mask)
     loss_garbled, _, grads_garbled, _ = kit.loss(other)
     np.testing.assert_allclose(loss, loss_garbled, rtol=1e-5)
     assert_same(grads, grads_garbled)
@@ -308,7 +316,7 @@ def test_padding_and_masked_rows_do_not_change_the_loss(kit):
 
 @pytest.mark.slow
 def test_extra_columns_and_rows_do_not_change_the_loss(kit):
-    mask = (jnp.arange(WIDTH) >= 3) & (jnp.arange(WIDTH) < 12)
+    mask = (np.arange(WIDTH) >= 3) & (np.arange(WIDTH) < 12)
     batch = kit.batch(mask=mask[None])
     at = lambda axis: (
         lambda x: jnp.pad(x, [(0, {0: 1, axis: 5}.get(i, 0)) for i in range(x.ndim)])
@@ -357,18 +365,9 @@ def test_the_battery_sees_a_draft_model_that_lost_a_token():
         test_commit_equals_prefill_of_the_longer_text(kit, (99, 99, 99))
 
 
-@often("medusa")  # `specjax certify` does it for all
-def test_every_rule_keeps_the_targets_law_on_a_drafters_real_drafts(name):
-    """All random draws summed over, on a chain, a tree and a dynamic tree."""
-    settings = {"truncated": Sampling(0.7, top_k=3, top_p=0.9)}
-    rows = certify.rows_of(name, settings, quick=True)
-    assert {r["method"] for r in rows} == {"drafts", "exact"}
-    assert [r for r in rows if not r["passed"]] == []
-
-
-@often("draft_model", "medusa")
-def test_greedy_text_of_a_dynamic_tree_is_the_targets_own(name):
-    assert engine.greedy_difference(name, "dynamic") == 0
+def test_greedy_text_of_a_dynamic_tree_is_the_targets_own():
+    """One that drafts by passes; `specjax certify` does it for all."""
+    assert engine.greedy_difference("draft_model", "dynamic") == 0
 
 
 @often("draft_model", "hydra", "eagle", "mtp")
@@ -403,23 +402,24 @@ def test_after_rounds_of_a_tree_a_state_is_that_of_a_prefill_of_the_text(name):
     """Features and entries of the accepted path, whichever branch it took."""
     kit = make_kit(name)
     drafter = dataclasses.replace(kit.drafter, topology=Tree.full(3, 2))
-    weights = jax.tree.map(lambda x: 3 * x, kit.weights)
+    weights = jax.tree.map(lambda x: jnp.asarray(3 * np.asarray(x)), kit.weights)
     model = Model(kit.target, drafter, SAMPLED, draft_sampling=GREEDY)
     arrays = Weights(target=kit.params, drafter=weights)
     prompts = [[3, 1 + i] for i in range(16)]
     run = start(model, arrays, prompts, max_new_tokens=16, cache_size=SLOTS)
     run = advance(model, arrays, run, jnp.asarray(4))
-    assert np.max(run.trace.num_accepted) > 0
+    assert np.asarray(run.trace.num_accepted).max() > 0
 
-    lengths = run.cache.length
-    text = jnp.concatenate([jnp.asarray(prompts), jnp.maximum(run.tokens, 0)], axis=1)
+    text = np.concatenate([np.array(prompts), np.maximum(run.tokens, 0)], axis=1)
+    text, lengths = text.astype(np.int32), run.cache.length
     out = kit.run(text)
-    fresh = drafter.prefill(weights, kit.shared, text, lengths, out.features, SLOTS)
+    read = jax.jit(drafter.prefill, static_argnums=5)
+    fresh = read(weights, kit.shared, text, lengths, out.features, SLOTS)
     keys = jax.random.split(jax.random.key(0), 16)
     draft = jax.jit(drafter.draft, static_argnums=4)
     own = dataclasses.replace(kit.shared, cache=run.cache)
     laws = [
-        draft(weights, shared, state, run.anchor, SAMPLED, keys)[0].probs
+        np.asarray(draft(weights, shared, state, run.anchor, SAMPLED, keys)[0].probs)
         for shared, state in ((own, run.state), (kit.seen(out, lengths), fresh))
     ]
     going = np.asarray(run.reason) == 0
@@ -428,8 +428,7 @@ def test_after_rounds_of_a_tree_a_state_is_that_of_a_prefill_of_the_text(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("sampling", [SAMPLED, Sampling(0.7, top_k=3, top_p=0.9)])
-def test_sampled_text_has_the_targets_law(name, sampling):
-    certificate = engine.sampled(name, sampling)
+def test_sampled_text_has_the_targets_law():
+    """A chain under truncated settings; `specjax certify` does T = 1 and trees."""
+    certificate = engine.sampled("medusa", Sampling(0.7, top_k=3, top_p=0.9))
     assert certificate.passed and certificate.accepted > 0.1

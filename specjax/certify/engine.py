@@ -79,7 +79,8 @@ def kit(name: str, topology: str = "chain", seed: int = 0) -> Kit:
     drafter, weights = testing.tiny_drafter(name, target, params, seed + 1, **fields)
     # Small weights give a flat law, which keeps whole drafts often enough to judge the
     # bonus behind them.
-    weights = testing.perturb(jax.tree.map(lambda x: 0.1 * x, weights), seed)
+    weak = lambda x: np.float32(0.1) * np.asarray(x)
+    weights = testing.perturb(jax.tree.map(weak, weights), seed)
     if TOPOLOGIES[topology] is not None:
         drafter = dataclasses.replace(drafter, topology=TOPOLOGIES[topology])
     return Kit(target, params, drafter, weights)
