@@ -49,16 +49,26 @@ def pytest_configure(config):
     config.addinivalue_line("filterwarnings", damaged)  # it is compiled again
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def group(nodeid: str) -> str:
     """What shares compiled programs runs in one worker: a file's tests, and in the
     conformance battery those of one drafter."""
-    for item in items:
-        shared = item.path.stem
-        if shared == "test_conformance":
-            names = re.findall(r"[a-z_0-9]+", item.name.partition("[")[2])
-            shared += "".join(f"-{n}" for n in names if n in drafters.REGISTRY)
-        item.add_marker(pytest.mark.xdist_group(shared))
+    path, _, test = nodeid.partition("::")
+    shared = Path(path).stem
+    if shared == "test_conformance":
+        names = re.findall(r"[a-z_0-9]+", test.partition("[")[2])
+        shared += "".join(f"-{n}" for n in names if n in drafters.REGISTRY)
+    return shared
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Groups by name: xdist's own, `--dist loadgroup`, writes a group behind a test's
+    id, which pytest 9.2 no longer lets it do; all tests were scattered."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    scheduler = LoadScopeScheduling(config, log)
+    scheduler._split_scope = group  # type: ignore[method-assign]
+    return scheduler
 
 
 MAPS = Path("/proc/self/maps")
