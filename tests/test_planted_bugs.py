@@ -1,7 +1,7 @@
 """Wrong rules that look right: each must have the law computed for it.
 
-That each is caught on two fixtures is checked by `specjax certify`. A sampled check has
-a false-alarm rate of 1e-6.
+That each is caught on two fixtures, and each broken engine too, is checked by `specjax
+certify`, which CI runs. A sampled check has a false-alarm rate of 1e-6.
 """
 
 import dataclasses
@@ -28,13 +28,6 @@ def test_a_wrong_rule_has_the_law_computed_for_it(number):
     else:
         counts = planted.counts_of(bug, f4.P, f4.Q)
         assert testing.chi_square(counts, law) > testing.FALSE_ALARM
-
-
-@pytest.mark.slow
-def test_every_planted_bug_is_caught_on_two_fixtures():
-    report = planted.report()
-    assert len(report) == 43
-    assert [r["name"] for r in report if not r["caught"]] == []
 
 
 STOPS = {
@@ -88,17 +81,9 @@ def test_a_shipped_rule_with_one_line_broken_is_caught_through_every_drafter():
         assert distance > exact.TOLERANCE
 
 
-OFTEN = ("path not gathered",)
-
-
-@pytest.mark.parametrize(
-    "bug",
-    [
-        pytest.param(b, id=b.name, marks=[] if b.name in OFTEN else pytest.mark.slow)
-        for b in broken.ENGINES
-    ],
-)
-def test_the_certificate_catches_a_broken_engine(bug):
+def test_the_certificate_catches_a_broken_engine():
+    """One of them; `specjax certify` runs all."""
+    (bug,) = (b for b in broken.ENGINES if b.name == "path not gathered")
     assert broken.margin(bug) > 1
 
 

@@ -130,6 +130,11 @@ def _judged(target, tree, params, prompt, draft):
     return target.logits(params, out.hidden)
 
 
+@functools.partial(jax.jit, static_argnums=0, compiler_options=FAST)
+def _probs(sampling, logits):
+    return sampling.probs(logits)
+
+
 @functools.lru_cache(maxsize=64)
 def proposals(name: str, topology: str, drafting: Sampling, seed: int = 0):
     """The distinct drafts, how often each came, and the logits at their nodes.
@@ -180,7 +185,7 @@ def exact_law(
     """
     few, counts, logits = proposals(name, topology, drafting)
     tree = kit(name, topology).drafter.tree
-    p = np.asarray(sampling.probs(jnp.asarray(logits)))
+    p = np.asarray(_probs(sampling, logits))
     chance = _chance(tree, few, drafting, counts)
     right = joint(sampling, tree.depth + 1)
     law, accepted = exact.commit_law(rule, tree, few, chance, p, right)
