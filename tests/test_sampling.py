@@ -10,6 +10,9 @@ from specjax import testing
 from specjax.sampling import GREEDY, Sampling, categorical
 
 LOGITS = np.random.default_rng(0).normal(0, 2, (5, 11)).astype(np.float32)
+# Compiled whole: op by op each test would compile dozens of programs.
+probs_of = jax.jit(lambda logits, sampling: sampling.probs(logits), static_argnums=1)
+draw_of = jax.jit(Sampling.draw, static_argnums=0)
 
 
 def reference(logits, s):
@@ -44,21 +47,21 @@ def reference(logits, s):
 )
 def test_laws_equal_the_token_by_token_transcription(sampling):
     right = [reference(row, sampling) for row in LOGITS]
-    ours = sampling.probs(jnp.asarray(LOGITS))
+    ours = probs_of(LOGITS, sampling)
     assert ours.dtype == jnp.float32
     np.testing.assert_allclose(ours, right, atol=1e-6)
 
 
 def test_temperature_comes_before_top_p():
     """At temperature 2 the nucleus of 0.8 is wider than at 1."""
-    logits = jnp.log(jnp.array([0.81, 0.15, 0.03, 0.01]))
-    assert np.count_nonzero(Sampling(1.0, top_p=0.8).probs(logits)) == 1
-    assert np.count_nonzero(Sampling(2.0, top_p=0.8).probs(logits)) == 2
+    logits = np.log(np.array([0.81, 0.15, 0.03, 0.01], np.float32))
+    kept = lambda t: np.count_nonzero(probs_of(logits, Sampling(t, top_p=0.8)))
+    assert (kept(1.0), kept(2.0)) == (1, 2)
 
 
 def test_top_p_measures_mass_after_top_k():
-    logits = jnp.log(jnp.array([0.4, 0.3, 0.2, 0.1]))
-    probs = Sampling(top_k=2, top_p=0.55).probs(logits)
+    logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
+    probs = probs_of(logits, Sampling(top_k=2, top_p=0.55))
     np.testing.assert_allclose(probs, [1, 0, 0, 0], atol=1e-6)  # 0.4 / 0.7 > 0.55
 
 
@@ -73,7 +76,7 @@ def test_top_p_measures_mass_after_top_k():
 def test_zero_and_tiny_temperature_and_top_1_are_greedy(sampling):
     best = np.argmax(LOGITS, axis=-1)
     for seed in range(3):
-        tokens, probs = sampling.draw(jnp.asarray(LOGITS), jax.random.key(seed))
+        tokens, probs = draw_of(sampling, LOGITS, jax.random.key(seed))
         np.testing.assert_array_equal(tokens, best)
         np.testing.assert_array_equal(probs, np.eye(11)[best])
 
@@ -84,13 +87,13 @@ def test_greedy_breaks_ties_by_the_lowest_id():
 
 
 def test_a_top_k_tie_keeps_exactly_k():
-    probs = Sampling(top_k=2).probs(jnp.zeros(5))
+    probs = probs_of(np.zeros(5, np.float32), Sampling(top_k=2))
     np.testing.assert_allclose(probs, [0.5, 0.5, 0, 0, 0])
 
 
 def test_the_defaults_cut_nothing_off():
     keys = jax.random.split(jax.random.key(0), 1000)
-    draw = jax.vmap(lambda k: Sampling().draw(jnp.zeros(16), k)[0])
+    draw = jax.jit(jax.vmap(lambda k: Sampling().draw(jnp.zeros(16), k)[0]))
     assert set(draw(keys).tolist()) == set(range(16))
 
 
@@ -119,23 +122,23 @@ def test_impossible_settings_are_refused(fields, message):
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(), Sampling(0.5, 3, 0.9, 0.1)])
 def test_a_nan_logit_is_a_token_that_never_comes(sampling):
-    logits = jnp.array([0.0, jnp.nan, 1.0, -jnp.inf, 0.5])
-    probs = sampling.probs(logits)
+    logits = np.array([0.0, np.nan, 1.0, -np.inf, 0.5], np.float32)
+    probs = np.asarray(probs_of(logits, sampling))
     assert np.all(np.isfinite(probs)) and probs[1] == 0 == probs[3]
-    assert float(jnp.sum(probs)) == pytest.approx(1, abs=1e-6)
+    assert float(probs.sum()) == pytest.approx(1, abs=1e-6)
 
 
 def test_a_token_of_probability_zero_is_never_drawn():
     probs = jnp.array([0.0, 0.3, 0.0, 0.7, 0.0])
     keys = jax.random.split(jax.random.key(1), 2000)
-    drawn = jax.vmap(lambda k: categorical(probs, k))(keys)
+    drawn = jax.jit(jax.vmap(lambda k: categorical(probs, k)))(keys)
     assert set(drawn.tolist()) == {1, 3}
 
 
 def test_bf16_logits_give_a_float32_law():
-    probs = Sampling(top_p=0.9).probs(jnp.asarray(LOGITS, jnp.bfloat16))
+    probs = probs_of(jnp.asarray(LOGITS, jnp.bfloat16), Sampling(top_p=0.9))
     assert probs.dtype == jnp.float32
-    np.testing.assert_allclose(probs.sum(-1), 1, atol=1e-6)
+    np.testing.assert_allclose(np.asarray(probs).sum(-1), 1, atol=1e-6)
 
 
 def test_draws_follow_the_law_over_many_blocks_of_ids():
@@ -144,7 +147,8 @@ def test_draws_follow_the_law_over_many_blocks_of_ids():
     law[[0, 63, 64, 149]] = 0
     law[128:140] = 0
     keys = jax.random.split(jax.random.key(0), 40_000)
-    drawn = jax.vmap(lambda k: categorical(jnp.asarray(law, jnp.float32), k))(keys)
+    weights = jnp.asarray(law, jnp.float32)
+    drawn = jax.jit(jax.vmap(lambda k: categorical(weights, k)))(keys)
     counts = np.bincount(drawn, minlength=150)
     assert testing.chi_square(counts, law) > testing.FALSE_ALARM
     law[5] += law.sum() * 0.05
@@ -156,7 +160,7 @@ def test_rows_are_drawn_independently(seed):
     """Rows of one call: the pair's law is the product of the rows'."""
     law = jnp.asarray([[0.5, 0.3, 0.2], [0.1, 0.2, 0.7]])
     keys = jax.random.split(jax.random.key(seed), 20_000)
-    pairs = jax.vmap(lambda k: categorical(law, k))(keys)
+    pairs = jax.jit(jax.vmap(lambda k: categorical(law, k)))(keys)
     counts = testing.count(np.asarray(pairs), 3)
     right = np.outer(*np.asarray(law, np.float64))
     assert testing.chi_square(counts, right) > testing.FALSE_ALARM
@@ -177,7 +181,7 @@ def test_cuts_are_those_of_a_stable_sort_on_many_logits_with_ties(
         assert num_ids > 2 * sampling_module.BLOCK * sampling_module.BLOCKS
         logits = logits[2 if top_p < 1 else 0 :]  # without flat rows all is by blocks
     sampling = Sampling(0.9, top_k=top_k, top_p=top_p, min_p=0.01)
-    got = np.asarray(sampling.probs(jnp.asarray(logits)))
+    got = np.asarray(probs_of(logits, sampling))
     if sampling.greedy:
         return
     for row, z in zip(got, logits / np.float32(0.9), strict=True):

@@ -1,5 +1,6 @@
 """The verification rules by exact enumeration, their edge cases and the greedy rule."""
 
+import functools
 import itertools
 
 import jax
@@ -50,7 +51,16 @@ def decide(tokens, q, p, u, rule="token"):
     draft = Draft(jnp.asarray(tokens, jnp.int32), jnp.asarray(q, jnp.float32))
     tree = Tree.chain(len(tokens))
     p, u = jnp.asarray(p, jnp.float32), jnp.asarray(u, jnp.float32)
-    return RULES[rule].decide(draft, p, tree, u)
+    return decide_of(draft, p, tree, u, RULES[rule])
+
+
+# Compiled whole: op by op each test would compile dozens of programs.
+@functools.partial(jax.jit, static_argnums=(2, 4))
+def decide_of(draft, p, tree, u, rule):
+    return rule.decide(draft, p, tree, u, *rule.params)
+
+
+verify_of = jax.jit(verify.verify, static_argnums=(2, 4, 5))
 
 
 @pytest.mark.parametrize("zeros", [0.0, 0.4])
@@ -194,11 +204,12 @@ def test_a_node_that_does_not_exist_and_a_repeated_sibling_are_never_accepted(na
         if second == PAD:
             np.testing.assert_allclose(law, p, atol=1e-6)
     if name == "match":
-        decision = RULES[name].decide(
+        decision = decide_of(
             Draft(jnp.array([0, 0]), None),
             jnp.asarray(rows[0], jnp.float32),
             tree,
             jnp.array([1.0, 0.0]),
+            RULES[name],
         )
         assert decision.num_accepted == 0 and decision.law[0] == 0
 
@@ -217,11 +228,11 @@ def test_typical_acceptance_keeps_the_longest_plausible_path_and_is_named_lossy(
     tree = Tree((-1, 0, 0, 1, 2))  # two paths of two; the second is likelier
     p = jnp.full((5, 4), 0.25).at[0].set(jnp.array([0.2, 0.6, 0.1, 0.1]))
     draft = Draft(jnp.array([0, 1, 2, 3]), None)
-    decision = rule.decide(draft, p, tree, jnp.zeros(0), *rule.params)
+    decision = decide_of(draft, p, tree, jnp.zeros(0), rule)
     assert decision.num_accepted == 2 and decision.node == 4
     unlikely = Draft(jnp.array([3, 2, 2, 3]), None)
     p = p.at[0].set(jnp.array([0.97, 0.01, 0.01, 0.01]))
-    assert rule.decide(unlikely, p, tree, jnp.zeros(0), *rule.params).num_accepted == 0
+    assert decide_of(unlikely, p, tree, jnp.zeros(0), rule).num_accepted == 0
 
 
 def test_a_run_time_topology_gives_what_the_same_static_tree_gives():
@@ -235,8 +246,8 @@ def test_a_run_time_topology_gives_what_the_same_static_tree_gives():
         key = jax.random.key(seed)
         for sampling in (Sampling(), GREEDY):
             rule = RULES["match"]
-            a = verify.verify(Draft(tokens, None), logits, sampling, key, tree, rule)
-            b = verify.verify(
+            a = verify_of(Draft(tokens, None), logits, sampling, key, tree, rule)
+            b = verify_of(
                 Draft(tokens, None, parents), logits, sampling, key, dynamic, rule
             )
             assert a.tokens.tolist() == b.tokens.tolist()
@@ -313,7 +324,7 @@ def test_disjoint_supports_always_reject_and_emit_from_p():
 def test_a_drafted_token_that_its_own_law_excludes_is_reported():
     q, p = jnp.array([[0.0, 1.0]]), jnp.full((2, 2), 0.5)
     draft = Draft(jnp.array([0]), q)
-    verdict = verify.verify(
+    verdict = verify_of(
         draft, jnp.log(p), Sampling(), jax.random.key(0), Tree.chain(1), TOKEN
     )
     assert not verdict.valid and verdict.num_accepted == 0
@@ -362,7 +373,7 @@ def test_temperature_zero_is_the_general_rule_with_a_one_hot_target():
     logits = jax.random.normal(jax.random.key(3), (4, 6))
     tokens = jnp.argmax(logits[:3], -1).astype(jnp.int32).at[2].set(0)
     q = jax.nn.one_hot(tokens, 6)
-    greedy = verify.verify(
+    greedy = verify_of(
         Draft(tokens, q), logits, GREEDY, jax.random.key(0), Tree.chain(3), TOKEN
     )
     general = decide(tokens, q, GREEDY.probs(logits), [0.5, 0.5, 0.5])
@@ -379,7 +390,7 @@ def test_greedy_takes_no_nan_and_no_id_beyond_the_tokenizer():
         sampling = Sampling(temperature, num_ids=3)
         scores = sampling.scores(logits) if temperature else logits
         drawn = [
-            verify.verify(
+            verify_of(
                 empty, scores, sampling, jax.random.key(s), Tree.chain(0), TOKEN
             ).tokens[0]
             for s in range(20)
