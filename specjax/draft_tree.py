@@ -171,7 +171,8 @@ def _grow_static(tree: Tree, logits, step, carry, sampling, keys):
     num_levels, W = levels.shape
     C = tree.children.shape[1]
     order = levels.ravel()  # node of each slot
-    seen = (order >= 0)[None] & tree.ancestors[np.maximum(order, 0)][:, order]
+    # An idle slot, -1, reads as the last node, a leaf: above none of these.
+    seen = tree.ancestors[np.maximum(order, 0)][:, order]
     seen |= np.eye(len(order), dtype=bool)  # an idle slot sees itself: no empty softmax
     seen = seen.reshape(num_levels, W, num_levels * W)
     level_keys = jax.vmap(lambda k: jax.random.split(k, num_levels + 1))(keys)

@@ -196,33 +196,42 @@ def draft_of(num_modules, sampling, **fields):
 @pytest.mark.slow
 @pytest.mark.parametrize("carry", SECOND)
 def test_the_second_draft_by_reuse_is_the_one_recorded(carry):
-    """Its law is seen on a tree: the drafted 21 must be among the first children."""
     draft = draft_of(1, GREEDY, gamma=2, carry=carry)
     assert draft.tokens[0].tolist() == [21, 31]
+    check_law_after_21(1, carry, SECOND[carry])
+
+
+def check_law_after_21(num_modules, carry, right):
+    """Seen on a tree: the drafted 21 must be among the first children."""
     tree = Tree((-1, *[0] * 8, *range(1, 9)))  # drawn without replacement
+    run = jitted(num_modules, carry, tree)
     for seed in range(40):
-        draft = jitted(carry, tree)(jax.random.split(jax.random.key(seed), 1))
+        draft = run(jax.random.split(jax.random.key(seed), 1))
         at = np.flatnonzero(np.asarray(draft.tokens[0, :8]) == 21)
         if at.size:
             law = np.asarray(draft.probs[0, 1 + at[0], :6])
-            difference = np.log(law) - np.array(SECOND[carry])
+            difference = np.log(law) - np.array(right)
             np.testing.assert_allclose(difference, difference[0], atol=1e-4)
             return
     raise AssertionError("21 was never drawn")
 
 
-@functools.cache
-def jitted(carry, tree):
-    target, params, weights, hidden = model(1)
-    drafter = MTP.for_target(target.config, None, carry=carry, topology=tree)
-    shared = target.shared(params)
-    state = drafter.prefill(
-        weights, shared, jnp.array([IDS]), jnp.array([7]), hidden, 16
+def jitted(num_modules, carry, tree):
+    target, params, weights, hidden = model(num_modules)
+    fields = {"num_modules": num_modules, "carry": carry, "topology": tree}
+    drafter, shared = (
+        MTP.for_target(target.config, None, **fields),
+        target.shared(params),
     )
-    draw = lambda keys: drafter.draft(
-        weights, shared, state, jnp.array([21]), Sampling(), keys
-    )[0]
-    return jax.jit(draw)
+
+    @jax.jit
+    def draw(keys):
+        text, length = jnp.array([IDS]), jnp.array([7])
+        state = drafter.prefill(weights, shared, text, length, hidden, 16)
+        anchor = jnp.array([21])
+        return drafter.draft(weights, shared, state, anchor, Sampling(), keys)[0]
+
+    return draw
 
 
 @pytest.mark.slow
@@ -252,6 +261,8 @@ def test_two_chained_modules_are_those_recorded():
 def test_the_draft_of_two_chained_modules_is_the_one_recorded():
     draft = draft_of(2, GREEDY, gamma=2)
     assert draft.tokens[0].tolist() == [21, 9]
+    right = [-0.453622, -0.419211, 0.814338, 0.019165, -0.404531, -0.429915]
+    check_law_after_21(2, "normed", right)
 
 
 TINY = DeepSeekConfig(

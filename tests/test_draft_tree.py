@@ -2,15 +2,18 @@
 
 import dataclasses
 import itertools
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import draft_tree, testing, tree, verify
+from specjax import draft_tree, search, testing, tree, verify
 from specjax.certify import exact
+from specjax.generate import Model, Weights
 from specjax.sampling import GREEDY, Sampling
+from specjax.transformer import Shared
 from specjax.tree import DynamicTree, Tree
 from specjax.verify import PAD
 
@@ -50,6 +53,46 @@ def test_expansion_and_reranking_give_the_golden_tree_of_eagle_2():
     for row in range(2):
         assert draft.tokens[row].tolist() == [1, 7, 0, 5, 6, 6, 1, 7, 3]
         assert draft.parents[row].tolist() == [-1, 0, 0, 0, 1, 1, 2, 3, 3, 4]
+
+
+def test_the_golden_tree_has_the_recorded_candidates_scores_and_rows():
+    """Number of a candidate: the level's first, then beam times 3, then rank."""
+    draft = grow_from_paths(DynamicTree(num_nodes=10, depth=3, width=3))
+    parents, beams = draft.parents[0].tolist(), {1: 0, 2: 1, 3: 2, 4: 0}
+    paths, numbers, scores = {0: ()}, [], {0: 0.0}
+    for node, x in enumerate(draft.tokens[0].tolist(), 1):
+        above = parents[node]
+        logits, depth = path_logits(paths[above]), len(paths[above])
+        rank = int(np.argsort(-logits).tolist().index(x))
+        first = (0, 3, 12)[depth] + 3 * beams.get(above, 0) * (depth > 0)
+        numbers.append(first + rank)
+        scores[node] = scores[above] + logits[x] - np.log(np.exp(logits).sum())
+        paths[node] = (*paths[above], x)
+    assert numbers == [0, 1, 2, 3, 4, 6, 9, 10, 12]
+    right = [-1.009757, -1.297347, -1.324244, -1.766880, -2.017083]
+    right += [-2.016467, -2.334001, -2.621591, -2.414478]
+    np.testing.assert_allclose([scores[n] for n in range(1, 10)], right, atol=1e-6)
+    leaves = [n for n in range(10) if n not in parents]
+    rows = [[n] for n in leaves]
+    for row in rows:
+        while row[0]:
+            row.insert(0, parents[row[0]])
+    right = [[0, 1, 5], [0, 2, 6], [0, 3, 7], [0, 3, 8], [0, 1, 4, 9]]
+    assert rows == right
+
+
+def test_slots_of_a_level_see_their_path_and_idle_ones_themselves():
+    """Nodes 1 and 2, then 3 under 1 and an idle slot."""
+    tree = Tree((-1, 0, 0, 1, 2, 3))
+    keys = jax.random.split(jax.random.key(0), 1)
+
+    def step(seen, tokens, sees, level):
+        return jnp.zeros((*tokens.shape, V)), seen.at[level].set(sees[0])
+
+    seen = jnp.zeros((2, 2, 4), bool)
+    _, seen = draft_tree.grow(tree, jnp.zeros((1, V)), step, seen, GREEDY, keys)
+    right = [[[1, 0, 0, 0], [0, 1, 0, 0]], [[1, 0, 1, 0], [0, 0, 0, 1]]]
+    assert seen.astype(jnp.int32).tolist() == right
 
 
 def test_a_dynamic_tree_of_all_candidates_is_the_whole_beam():
@@ -176,6 +219,25 @@ def test_rates_and_expected_tau_count_what_reaches_a_depth():
     np.testing.assert_allclose(rates, [[0.5, 0.25], [2 / 3, 1 / 3]])
     chain = Tree.chain(2)
     assert tree.expected_tau(chain, ranks) == pytest.approx(1 + (2 + 1) / 4)
+
+
+def test_a_rank_counts_likelier_ids_and_equal_ones_below():
+    laws = jnp.array([[0.1, 0.4, 0.4, 0.1], [0.7, 0.1, 0.1, 0.1]])
+
+    class Guess:
+        def draft(self, params, shared, state, anchor, sampling, keys):
+            both = jnp.broadcast_to(laws, (2, 2, 4))
+            return verify.Draft(jnp.zeros((2, 2), jnp.int32), both), state
+
+    one = jnp.ones((1, 1))
+    target = types.SimpleNamespace(shared=lambda params: Shared(one, one))
+    model, weights = Model(target, Guess(), GREEDY), Weights({}, {})
+    here = {"anchor": jnp.zeros(2), "num_tokens": jnp.array([1, 0])}
+    here |= {"state": None, "cache": None}
+    rank = search._ranks.__wrapped__
+    texts = jnp.array([[0, 2, 3, 1], [0, 2, 3, 1]])  # of row 0 come 2 3, of row 1 0 2
+    ranks = rank(model, weights, types.SimpleNamespace(**here), texts)
+    assert ranks.tolist() == [[1, 3], [2, 2]]
 
 
 def test_a_tree_is_saved_and_loaded(tmp_path):

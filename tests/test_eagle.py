@@ -306,6 +306,20 @@ def test_laws_of_a_trees_nodes_are_those_of_their_paths(tree, length):
         np.testing.assert_allclose(draft.probs[0, row], right, atol=2e-5)
 
 
+def test_a_text_that_fills_the_cache_leaves_room_to_draft():
+    target, drafter, params = tiny()
+    tokens = jnp.asarray(np.random.default_rng(3).integers(0, 22, (1, 9)), jnp.int32)
+    f, shared = features_of(target, params, tokens), target.shared(params.target)
+    keys, laws = jax.random.split(jax.random.key(3), 1), []
+    prefill = jax.jit(drafter.prefill, static_argnums=5)
+    draft = jax.jit(drafter.draft, static_argnums=4)
+    for size in (9, 16):
+        args = params.drafter, shared
+        state = prefill(*args, tokens, jnp.array([9]), f, size)
+        laws.append(draft(*args, state, tokens[0, :1], Sampling(), keys)[0].probs)
+    np.testing.assert_allclose(*laws, atol=1e-6)
+
+
 def test_an_unrolled_row_is_the_same_tokens_drafted_from_it():
     target, drafter, params = tiny()
     tokens = np.random.default_rng(2).integers(0, 22, 9).tolist()

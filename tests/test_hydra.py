@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import testing
+from specjax import draft_tree, testing
 from specjax.drafters.base import Batch
 from specjax.drafters.hydra import Hydra, HydraPlus
 from specjax.generate import Model, Weights, autoregressive, generate
@@ -233,6 +233,28 @@ def test_losses_are_those_recorded(kit):
 def test_trees_are_those_recorded(kit):
     draft = kit.draft(topology=Tree.of_paths(PATHS))
     assert draft.tokens[0].tolist() == kit.right["tree"]
+
+
+def test_the_public_tree_has_the_recorded_lists_of_children():
+    """`mc_sim_7b_63`: of each depth the nodes with children, and how many each has."""
+    lists = [
+        [10],
+        [10, 7, 3, 2, 1, 1, 1, 1, 1, 1],
+        [10, 3, 2, 1, 1, 1, 1, 1, 2, 1],
+        [2],
+    ]
+    expanded = [[()], [(i,) for i in range(10)]]
+    expanded += [[*((0, i) for i in range(8)), (1, 0), (2, 0)], [(0, 0, 0)]]
+    paths = []
+    for nodes, counts in zip(expanded, lists, strict=True):
+        for node, count in zip(nodes, counts, strict=True):
+            paths += [(*node, rank) for rank in range(count)]
+    tree = Tree.of_paths(paths)
+    assert np.bincount(tree.depths).tolist() == [1, 10, 28, 23, 2]
+    levels = draft_tree._levels(tree)
+    rows = [[n for n in level if n >= 0] for level in ([0], *levels.tolist())]
+    count = lambda node: int(np.sum(tree.children[node] >= 0))
+    assert [[count(node) for node in row] for row in rows] == lists
 
 
 def test_a_head_reads_the_anchor_and_every_token_before_its_own():

@@ -193,3 +193,18 @@ def test_cuts_are_those_of_a_stable_sort_on_many_logits_with_ties(
         law = np.exp(z[kept].astype(np.float64) - z.max())
         kept = kept[law >= 0.01 - 1e-7]
         assert set(np.flatnonzero(row)) == set(kept.tolist())
+
+
+def test_a_flat_row_is_cut_as_if_it_stood_alone():
+    """Its cut lies below the blocks that hold that of the steep row beside it."""
+    num_ids = 2 * sampling_module.BLOCK * sampling_module.BLOCKS + 1
+    logits = np.linspace(1e-3, 0, num_ids, dtype=np.float32)
+    both = np.stack([logits, 1e5 * logits])
+    kept = np.count_nonzero(probs_of(both, Sampling(top_p=0.9)), axis=1)
+    assert kept[0] == pytest.approx(0.9 * num_ids, rel=1e-3) and kept[1] < 1000
+
+
+def test_a_uniform_that_rounding_carries_to_the_end_takes_the_last_with_weight():
+    inverse = sampling_module._inverse
+    assert inverse(jnp.array([0.0, 1.0, 0.0]), jnp.array(1.0)) == 1
+    assert inverse(jnp.array([0.0, 1.0, 0.0]), jnp.array(0.0)) == 1
