@@ -39,7 +39,10 @@ def most_frequent(counts: np.ndarray, size: int) -> np.ndarray:
 
 def check(ids: np.ndarray, vocab_size: int, size: int | None = None) -> np.ndarray:
     """`ids` as int32, or the error that says what is wrong with them."""
-    ids = np.asarray(ids).astype(np.int64)
+    given = np.asarray(ids)
+    ids = given.astype(np.int64)
+    if np.any(ids != given):
+        raise ValueError(f"draft ids are whole numbers, got {given[ids != given][0]}.")
     if size is not None and len(ids) != size:
         raise ValueError(f"{len(ids)} draft ids for a draft vocabulary of {size}.")
     if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:

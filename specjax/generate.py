@@ -30,6 +30,7 @@ from specjax.kv_cache import KVCache
 from specjax.metrics import Trace
 from specjax.pytree import pytree
 from specjax.sampling import GREEDY, Sampling
+from specjax.tree import DynamicTree
 from specjax.typing import Array, Bool, Int, Keys, Params, PRNGKey
 from specjax.verify import PAD
 
@@ -303,6 +304,18 @@ def pad_prompts(
     return tokens, lengths
 
 
+def check(model: Model) -> None:
+    """Refuses a rule that is not exact on a model's drafts, and a tree too wide."""
+    tree, V = model.drafter.tree, model.target.config.vocab_size
+    verify.check(model.rule_name, tree, model.drafting)
+    widest = tree.width if isinstance(tree, DynamicTree) else tree.children.shape[1]
+    if widest > V:
+        raise ValueError(
+            f"the tree has {widest} children under a node, the target {V} ids. Make "
+            "it narrower."
+        )
+
+
 def start(
     model: Model,
     weights: Weights,
@@ -325,7 +338,7 @@ def start(
       width: tokens that prompts are padded to: one compiled prefill for many calls.
     """
     config = model.target.config
-    verify.check(model.rule_name, model.drafter.tree, model.drafting)
+    check(model)
     tokens, lengths = pad_prompts(prompts, width)
     N = model.drafter.tree.num_nodes
     if max_new_tokens < 1:

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import re
+import shutil
 import tempfile
 
 import conftest
@@ -15,6 +16,7 @@ from safetensors.numpy import load_file
 
 from specjax import checkpoints, cli, drafters, targets, testing
 from specjax.certify import planted
+from specjax.commands import bench
 from specjax.targets import Tokenizer
 
 PROMPT = "the cat in the hat"
@@ -362,6 +364,95 @@ BAD = {
         ("tree", "STEPS", "--target", "TOY", "--out", "OUT/t.json"),
         "Use a dynamic tree",
     ),
+    "an empty rule": ((*ASK, "--drafter", "MEDUSA", "--rule", ""), "known: token"),
+    "a rule with no drafter": (
+        (*ASK, "--drafter", "none", "--rule", "block"),
+        "--rule block: there is no drafter",
+    ),
+    "a tree with no drafter": (
+        (*ASK, "--drafter", "none", "--tree", "dynamic:4:2"),
+        "--tree dynamic:4:2: there is no drafter",
+    ),
+    "a seed of more than 32 bits": ((*ASK, "--seed", str(2**32)), "--seed 4294967296"),
+    "a tree of no file": ((*ASK, "--drafter", "MEDUSA", "--tree", ""), "'' is no file"),
+    "a folder for a tree": (
+        (*ASK, "--drafter", "MEDUSA", "--tree", "."),
+        "'.' is no file",
+    ),
+    "a tree without a depth": (
+        (*ASK, "--drafter", "MEDUSA", "--tree", "dynamic:16"),
+        "dynamic:NODES:DEPTH[:WIDTH] in whole numbers",
+    ),
+    "a capital in a tree": (
+        (*ASK, "--drafter", "MEDUSA", "--tree", "Dynamic:16:2"),
+        "such as dynamic:16:4",
+    ),
+    "a tree wider than the vocabulary": (
+        (*ASK, "--drafter", "MEDUSA", "--tree", "dynamic:100:2:80"),
+        "80 children under a node, the target 64 ids",
+    ),
+    "bench of a rule that the tree forbids": (
+        (
+            *BENCH,
+            *("--max-new-tokens", "8", "--tree", "dynamic:4:2", "--rule", "block"),
+        ),
+        "verified by match",
+    ),
+    "bench of one drafter twice": ((*BENCH[:-1], "a,a"), "names a twice"),
+    "bench of all and one more": ((*BENCH[:-1], "all,medusa"), "all are all"),
+    "a comma too many": ((*BENCH[:-1], "medusa,"), "'medusa,' has an empty name"),
+    "certify with a comma too many": (
+        ("certify", "--drafters", "medusa,,eagle"),
+        "has an empty name",
+    ),
+    **{
+        f"tree with {flag} {value}": (
+            ("tree", "MEDUSA", "--target", "TOY", "--out", "OUT/t", flag, value),
+            f"{flag} {value} is out of range",
+        )
+        for flag, value in (
+            ("--ranks", "0"),
+            ("--ranks", "-1"),
+            ("--nodes", "1"),
+            ("--max-new-tokens", "1"),
+        )
+    },
+    **{
+        f"train with {field}": (
+            ("train", name, "--target", "TOY", "--out", "OUT/r", "--field", field),
+            f"--field {field}: {name} needs {kind}",
+        )
+        for name, field, kind in (
+            ("mtp", "num_modules=1.5", "int"),
+            ("mtp", "weight=abc", "float"),
+            ("mtp", "carry=both", "Literal"),
+            ("eagle3", "draft_ids=(1.5, 2)", "tuple[int, ...]"),
+            ("medusa", "share_head=1", "bool"),
+        )
+    },
+    "train with draft ids twice": (
+        (
+            *("train", "eagle3", "--target", "TOY", "--field", "draft_ids=[1,2]"),
+            *("--draft-vocab", "2", "--out", "OUT/r"),
+        ),
+        "give one of the two",
+    ),
+    **{
+        f"train with a draft vocabulary of {n}": (
+            (
+                "train",
+                "eagle3",
+                "--target",
+                "TOY",
+                "--draft-vocab",
+                n,
+                "--out",
+                "OUT/r",
+            ),
+            f"--draft-vocab {n} is out of range; give 1 to 64",
+        )
+        for n in ("0", "-5", "65")
+    },
     "json in no folder": (("drafters", "--json", "OUT/no/d.json"), "no folder"),
     "bench without prompts": (
         (*BENCH, "--prompts", "OUT/p"),
@@ -416,6 +507,26 @@ def test_bad_input_is_one_line_and_status_2(world, tmp_path, case):
     assert names in err
     left = [p for p in tmp_path.rglob("*") if p.is_file()]
     assert left == []
+
+
+def test_two_drafters_of_one_name_are_told_apart_by_their_folders(world, tmp_path):
+    """Each has a label, and with it a certificate, of its own."""
+    shutil.copytree(world / "medusa", tmp_path / "other")
+    names = [world / "medusa", tmp_path / "other", world / "draft_model"]
+    command = bench.Bench(drafters=",".join(map(str, names)), target=str(world / "toy"))
+    loaded = command._load(targets.load(command.target))
+    labels = [str(names[0]), str(names[1]), "draft_model"]
+    assert [label for label, *_ in loaded] == labels
+    assert [name for _, name, *_ in loaded] == ["medusa", "medusa", "draft_model"]
+
+
+def test_a_tree_of_no_round_is_refused(world, tmp_path, monkeypatch):
+    nothing = lambda *args, **kwargs: np.zeros((0, 2), int)
+    monkeypatch.setattr("specjax.search.measure_ranks", nothing)
+    command = ("tree", world / "medusa", "--target", world / "toy")
+    status, _, err = specjax(*command, "--tasks", "chat", "--out", tmp_path / "t")
+    assert status == 2 and "no round stands 2 tokens before the end" in err
+    assert not (tmp_path / "t").exists()
 
 
 def test_a_result_that_cannot_be_written_leaves_no_half(world, tmp_path, monkeypatch):

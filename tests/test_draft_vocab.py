@@ -37,6 +37,7 @@ def test_draft_tokens_may_stand_in_any_order():
         (np.zeros(4, int), 4, None, "all zeros"),
         (np.array([2, 1, 5, 8]), 4, None, "target id 2 comes 2 times"),
         (np.array([2, 4, 5]), 4, None, "3 entries"),
+        (np.array([2, 4.5, 5, 8]), 4, None, "whole numbers, got 5.5"),
         (np.array([2, 4, 5, 9]), 4, None, "span 2 to 12"),
         (np.array([2, 4, 5, 8]), 4, np.arange(12) < 4, "t2d marks 4 of 12"),
     ],

@@ -42,11 +42,11 @@ class Bench:
     def run(self) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-        from specjax import bench, console, corpus, targets, verify
+        from specjax import bench, console, corpus, generate, targets
 
         common.check_writable(self.json)
-        if self.rule is not None:
-            verify.get(self.rule)  # an unknown name says which are known
+        common.check_rule(self.rule)
+        common.check_seed(self.seed)
         if not self.temperature:
             raise ValueError("--temperature needs at least one number, such as 0 or 1.")
         if self.out is not None and self.out.exists() and not self.out.is_dir():
@@ -71,14 +71,17 @@ class Bench:
             {t: corpus.spread(p, settings.num_prompts) for t, p in tasks.items()},
             settings,
         )
-        drafters = {name: (name, drafter, params) for name, drafter, params in loaded}
+        for _, _, drafter, _ in loaded:
+            for temperature in settings.temperatures:
+                generate.check(runner.model(drafter, temperature))
+        drafters = {label: (name, d, p) for label, name, d, p in loaded}
         certificates: dict[tuple[str, float], bool] = {}
 
-        def lossless(name: str, temperature: float) -> bool:
+        def lossless(label: str, temperature: float) -> bool:
             """One certificate a drafter and temperature."""
-            at = (name, temperature)
+            at = (label, temperature)
             if at not in certificates:
-                certificates[at] = runner.keeps_the_law(*drafters[name], temperature)
+                certificates[at] = runner.keeps_the_law(*drafters[label], temperature)
             return certificates[at]
 
         rows: list[dict[str, Any]] = []
@@ -97,30 +100,41 @@ class Bench:
                 progress.update(bar, description=what, advance=1)
 
             for temperature in settings.temperatures:
-                for name, drafter, params in loaded:
+                for label, _, drafter, params in loaded:
                     rows += runner.rows(
-                        name, drafter, params, temperature, lossless, tick
+                        label, drafter, params, temperature, lossless, tick
                     )
 
         self._report(pretrained, settings, rows, console)
 
-    def _load(self, pretrained) -> list[tuple[str, Any, Any]]:
-        """Name, drafter and weights of each."""
+    def _load(self, pretrained) -> list[tuple[str, str, Any, Any]]:
+        """Label, name, drafter and weights of each; labels differ, names need not."""
         from specjax import checkpoints
 
         shipped = list(checkpoints.shipped(self.target))
         names = [n for n in shipped if n in KINDS] or shipped
         if self.drafters:
-            names = shipped if self.drafters == "all" else self.drafters.split(",")
+            names = common.names_in("--drafters", self.drafters)
+            if "all" in names and len(names) > 1:
+                raise ValueError(
+                    f"--drafters {self.drafters}: all are all; leave out the others."
+                )
+            names = shipped if names == ["all"] else names
         if not names:
             raise FileNotFoundError(
                 f"no drafter is shipped for target {self.target!r}; train one with "
                 f"`specjax train NAME --target {self.target}`, give --drafters FOLDER."
             )
         loaded = [common.load_drafter(n, self.target, pretrained) for n in names]
+        kinds = [name for name, _, _ in loaded]
         return [
-            (n, common.with_tree(common.with_gamma(d, self.gamma), self.tree), p)
-            for n, d, p in loaded
+            (
+                name if kinds.count(name) == 1 else spec,
+                name,
+                common.with_tree(common.with_gamma(drafter, self.gamma), self.tree),
+                params,
+            )
+            for spec, (name, drafter, params) in zip(names, loaded, strict=True)
         ]
 
     def _tasks(self) -> dict[str, list[str]]:
@@ -128,6 +142,7 @@ class Bench:
 
         if self.prompts is not None:
             return {self.prompts.stem: corpus.read_prompts(self.prompts)}
+        common.names_in("--tasks", self.tasks)
         return corpus.shipped_prompts(self.tasks)
 
     def _report(self, pretrained, settings, rows, console) -> None:

@@ -21,7 +21,9 @@ class Certify:
         from specjax import certify, console, drafters
 
         common.check_writable(self.json)
-        names = [n for n in self.drafters.split(",") if n] or list(drafters.REGISTRY)
+        names = list(drafters.REGISTRY)
+        if self.drafters:
+            names = common.names_in("--drafters", self.drafters)
         for name in names:
             drafters.get(name)  # an unknown name says which are known
         with Progress(

@@ -7,7 +7,10 @@ import json
 import os
 import pathlib
 import platform
+import re
 import sys
+import types
+import typing
 from typing import Any
 
 
@@ -31,6 +34,71 @@ def parse_fields(pairs: tuple[str, ...]) -> dict[str, Any]:
             value = json.loads(value)
         fields[name] = tuple(value) if isinstance(value, list) else value
     return fields
+
+
+def check_fields(drafter: str, cls: type, fields: dict[str, Any]) -> None:
+    """Refuses fields that a drafter has not, and values that are not of their type."""
+    known = {f.name: f.type for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    known.pop("topology", None)  # of a run, not of a training
+    for name, value in fields.items():
+        if name not in known:
+            raise ValueError(
+                f"{drafter} has no field {name}; it has {', '.join(sorted(known))}."
+            )
+        if not _fits(value, known[name]):
+            kind = known[name]
+            kind = kind.__name__ if isinstance(kind, type) else str(kind)
+            kind = kind.replace("typing.", "")
+            raise ValueError(
+                f"--field {name}={value}: {drafter} needs {kind} there; lists are "
+                "written [1,2]."
+            )
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value read from JSON may stand in a field of a type."""
+    inner = typing.get_args(kind)
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return any(_fits(value, one) for one in inner)
+    if typing.get_origin(kind) is typing.Literal:
+        return value in inner
+    if typing.get_origin(kind) is tuple:
+        return type(value) is tuple and all(_fits(x, inner[0]) for x in value)
+    if kind is float:
+        return type(value) in (int, float)
+    return kind is type(value)
+
+
+def names_in(flag: str, text: str) -> list[str]:
+    """The names of a comma-separated list, each given once."""
+    names = [name.strip() for name in text.split(",")]
+    if "" in names:
+        raise ValueError(f"{flag} {text!r} has an empty name; write it as a,b,c.")
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"{flag} {text!r} names {', '.join(twice)} twice.")
+    return names
+
+
+def check_range(flag: str, value: int | None, low: int, high: int | None = None):
+    """Refuses a whole number that is too small or too large."""
+    if value is None or (low <= value and (high is None or value <= high)):
+        return
+    limits = f"{low} or more" if high is None else f"{low} to {high}"
+    raise ValueError(f"{flag} {value} is out of range; give {limits}.")
+
+
+def check_seed(seed: int) -> None:
+    """Refuses what JAX would not take or would cut to 32 bits."""
+    check_range("--seed", seed, 0, 2**32 - 1)
+
+
+def check_rule(rule: str | None) -> None:
+    """Refuses an unknown rule and says which are known."""
+    from specjax import verify
+
+    if rule is not None:
+        verify.get(rule)
 
 
 def load_drafter(spec: str, target_name: str, pretrained: Any):
@@ -80,15 +148,18 @@ def with_tree(drafter: Any, spec: str | None) -> Any:
         raise ValueError(
             f"{type(drafter).__name__} drafts chains only; leave out --tree."
         )
-    kind, _, numbers = spec.partition(":")
-    if kind == "dynamic":
-        try:
-            tree = DynamicTree(*map(int, numbers.split(":")))
-        except (ValueError, TypeError) as error:
+    if spec.lower().partition(":")[0] == "dynamic":
+        if not re.fullmatch(r"dynamic(:\d+){2,3}", spec):
             raise ValueError(
-                f"--tree {spec}: a dynamic tree is dynamic:NODES:DEPTH[:WIDTH], such "
-                f"as dynamic:16:4; {error}"
-            ) from None
+                f"--tree {spec}: a dynamic tree is dynamic:NODES:DEPTH[:WIDTH] in "
+                "whole numbers, such as dynamic:16:4."
+            )
+        tree = DynamicTree(*map(int, spec.split(":")[1:]))
+    elif not pathlib.Path(spec).is_file():
+        raise FileNotFoundError(
+            f"--tree {spec!r} is no file; give one that `specjax tree` wrote, or "
+            "dynamic:NODES:DEPTH[:WIDTH], such as dynamic:16:4."
+        )
     else:
         tree = Tree.load(spec)
     return dataclasses.replace(drafter, topology=tree)

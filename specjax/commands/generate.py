@@ -38,6 +38,8 @@ class Generate:
 
         sampling = Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
         common.check_writable(self.json)
+        common.check_rule(self.rule)
+        common.check_seed(self.seed)
         pretrained = targets.load(self.target)
         tokenizer = pretrained.tokenizer
         sampling = dataclasses.replace(sampling, num_ids=tokenizer.vocab_size)
@@ -46,13 +48,19 @@ class Generate:
         shipped = checkpoints.shipped(self.target)
         spec = self.drafter or next(iter(shipped), "none")
         name, drafter, params = "none", NoDrafter(), None
-        if spec != "none":
+        if spec == "none":
+            flags = {"--gamma": self.gamma, "--tree": self.tree, "--rule": self.rule}
+            for flag, value in flags.items():
+                if value is not None:
+                    raise ValueError(f"{flag} {value}: there is no drafter to use it.")
+        else:
             name, drafter, params = common.load_drafter(spec, self.target, pretrained)
             drafter = common.with_gamma(drafter, self.gamma)
             drafter = common.with_tree(drafter, self.tree)
 
-        rule = None if name == "none" else self.rule
-        model = Model(pretrained.target, drafter, sampling, pretrained.stop_ids, rule)
+        model = Model(
+            pretrained.target, drafter, sampling, pretrained.stop_ids, self.rule
+        )
         out = common.terminal(colour=self.marks == "colour")
         marks = self.marks
         if marks == "auto":

@@ -46,8 +46,9 @@ class Train:
 
         drafters.get(self.drafter)  # an unknown name says which are known
         common.check_writable(self.json)
-        if self.length < 2:
-            raise ValueError(f"--length needs at least 2 tokens, got {self.length}.")
+        common.check_range("--length", self.length, 2)
+        common.check_range("--self-prompts", self.self_prompts, 1)
+        common.check_seed(self.seed)
         pretrained = targets.load(self.target)
         settings = {
             name: getattr(self, name)
@@ -109,13 +110,11 @@ class Train:
                 )
         else:
             fields = common.parse_fields(self.field)
-            known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-            known -= {"topology"}  # of a run, not of a training
-            unknown = sorted(set(fields) - known)
-            if unknown:
+            common.check_fields(self.drafter, cls, fields)
+            if "draft_ids" in fields and self.draft_vocab is not None:
                 raise ValueError(
-                    f"{self.drafter} has no field {', '.join(unknown)}; it has "
-                    f"{', '.join(sorted(known))}."
+                    f"--draft-vocab {self.draft_vocab} chooses the ids that --field "
+                    "draft_ids names; give one of the two."
                 )
             mask_token_id = getattr(pretrained.tokenizer, "mask_token_id", None)
             try:
@@ -132,6 +131,8 @@ class Train:
                 f"--draft-vocab {self.draft_vocab}: {self.drafter} has no field "
                 "draft_ids, or it starts from --init and keeps the ids it has."
             )
+        V = pretrained.target.config.vocab_size
+        common.check_range("--draft-vocab", self.draft_vocab, 1, V)
         return drafter, params
 
     def _clustered(self, drafter, params):

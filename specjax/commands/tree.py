@@ -28,11 +28,11 @@ class FindTree:
         from specjax import corpus, search, targets, tree
 
         common.check_writable(self.out)
-        if self.nodes < 2 or self.num_prompts < 2:
-            raise ValueError(
-                f"--nodes and --num-prompts need at least 2, got {self.nodes} and "
-                f"{self.num_prompts}."
-            )
+        common.check_range("--nodes", self.nodes, 2)
+        common.check_range("--ranks", self.ranks, 1)
+        common.check_range("--num-prompts", self.num_prompts, 2)
+        common.check_range("--max-new-tokens", self.max_new_tokens, 2)
+        common.names_in("--tasks", self.tasks)
         pretrained = targets.load(self.target)
         name, drafter, params = common.load_drafter(
             self.drafter, self.target, pretrained
@@ -52,6 +52,12 @@ class FindTree:
             )
             for half in halves
         )
+        if not len(seen) or not len(held):
+            raise ValueError(
+                f"no round stands {seen.shape[1]} tokens before the end of its text; "
+                f"raise --max-new-tokens {self.max_new_tokens} or --num-prompts "
+                f"{self.num_prompts}."
+            )
         product = tree.best_tree(tree.rank_rates(seen, self.ranks), self.nodes)
         observed = tree.best_observed_tree(seen, self.nodes, self.ranks)
         chosen = observed if self.search == "observed" else product

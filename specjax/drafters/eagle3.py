@@ -146,7 +146,7 @@ class Eagle3(Recurrent):
         states = self.target_states
         if not states or list(states) != sorted(set(states)) or states[0] < 0:
             raise ValueError(f"target_states must ascend from 0 on, got {states}.")
-        draft_vocab.check(np.array(self.draft_ids, int), self.config.vocab_size)
+        draft_vocab.check(np.array(self.draft_ids), self.config.vocab_size)
 
     @classmethod
     def for_target(cls, config: TransformerConfig, mask_token_id, **fields):
