@@ -113,7 +113,7 @@ def grow(
 def grow_from(
     tree: Tree | DynamicTree,
     logits: Float[Array, "B V"],
-    output: Float[Array, "B D"],
+    output: Float[Array, "B *D"],
     step: Callable[..., tuple[Array, Array, Any]],
     carry: Any,
     sampling: Sampling,
@@ -123,11 +123,12 @@ def grow_from(
 
     Args:
       output: of the pass that gave `logits`, at the anchor.
-      step: as `Step`, but also takes the parents' outputs [B W D] after the tokens and
-        returns its own [B W D] after the logits.
+      step: as `Step`, but also takes the parents' outputs [B W *D] after the tokens and
+        returns its own after the logits.
     """
     rows, slots = jnp.arange(output.shape[0])[:, None], num_slots(tree)
-    outputs = jnp.pad(output[:, None], ((0, 0), (0, slots), (0, 0)))  # the anchor's 0
+    behind = [(0, 0), (0, slots)] + [(0, 0)] * (output.ndim - 1)
+    outputs = jnp.pad(output[:, None], behind)  # by slot, the anchor's first
 
     def one(carry, tokens, sees, level):
         inner, outputs = carry

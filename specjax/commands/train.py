@@ -123,8 +123,7 @@ class Train:
                 )
             except TypeError as error:
                 raise ValueError(f"{self.drafter}: bad --field ({error}).") from None
-        if self.clusters is not None:
-            drafter, params = self._clustered(drafter, params)
+        drafter, params = self._clustered(drafter, params)
         known = {f.name for f in dataclasses.fields(drafter)}
         if self.draft_vocab is not None and (self.init or "draft_ids" not in known):
             raise ValueError(
@@ -138,6 +137,8 @@ class Train:
     def _clustered(self, drafter, params):
         from specjax.drafters import gemma4_mtp
 
+        if self.clusters is None:
+            return drafter, params
         if self.drafter != "gemma4_mtp" or params is None:
             raise ValueError(
                 f"--clusters {self.clusters} parts the table of a trained drafter: "

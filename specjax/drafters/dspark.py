@@ -196,22 +196,17 @@ class DSpark(DFlash):
         s, first = self.sequential(
             params, shared, SequentialHead.step, zero, anchor, h[:, 0]
         )
-        # States by slot of `grow`, after the anchor's own.
-        states = jnp.pad(s[:, None], ((0, 0), (0, draft_tree.num_slots(tree)), (0, 0)))
 
-        def step(states, tokens, sees, level):
-            W = tokens.shape[1]
-            above = states[jnp.arange(B)[:, None], draft_tree.above(sees, level)]
-            here = jnp.repeat(h[:, level + 1][:, None], W, axis=1)
+        def step(carry, tokens, s, sees, level):
+            del sees
+            here = jnp.repeat(h[:, level + 1][:, None], tokens.shape[1], axis=1)
             s, correction = self.sequential(
-                params, shared, SequentialHead.step, above, tokens, here
+                params, shared, SequentialHead.step, s, tokens, here
             )
-            states = jax.lax.dynamic_update_slice_in_dim(
-                states, s, 1 + level * W, axis=1
-            )
-            return U[:, level + 1][:, None] + correction, states
+            return U[:, level + 1][:, None] + correction, s, carry
 
-        draft, _ = draft_tree.grow(tree, U[:, 0] + first, step, states, sampling, keys)
+        first = U[:, 0] + first
+        draft, _ = draft_tree.grow_from(tree, first, s, step, None, sampling, keys)
         return self._with_confidence(params, shared, draft, anchor, h), state
 
     def _with_confidence(self, params, shared, draft: Draft, anchor, h) -> Draft:

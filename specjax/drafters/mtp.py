@@ -212,16 +212,13 @@ class MTP:
         if tree.depth == 1:
             draft = draft_tree.from_laws(tree, logits[:, None], sampling, keys)
         else:
-            slots = draft_tree.num_slots(tree)
-            known = jnp.pad(ends[:, None], ((0, 0), (0, slots), (0, 0), (0, 0)))
             first = state.cache.length + state.num_fresh
 
-            def step(carry, tokens, sees, level):
-                return self._level(params, shared, first, carry, tokens, sees, level)
+            def step(cache, tokens, h, sees, level):
+                return self._level(params, shared, first, cache, tokens, h, sees, level)
 
-            carry = (cache, known)
-            draft, (cache, _) = draft_tree.grow(
-                tree, logits, step, carry, sampling, keys
+            draft, cache = draft_tree.grow_from(
+                tree, logits, ends, step, cache, sampling, keys
             )
         cache = dataclasses.replace(cache, length=state.cache.length)
         return draft, dataclasses.replace(state, cache=cache)
@@ -243,17 +240,14 @@ class MTP:
             ends.append(h[rows, end])
         return shared.logits(laws[0]), jnp.stack(ends, axis=1), cache
 
-    def _level(self, params, shared: Shared, first, carry, tokens, sees, level):
+    def _level(self, params, shared: Shared, first, cache, tokens, h, sees, level):
         """A pass over W nodes at depth j = level + 1: the laws of step j + 1.
 
         A node is the token of module k's row n + j - k, whose h^{k-1} came with the
         node above it; only the last module goes on past row n - 1, from its own h.
-        `known` holds what each module hands on at the anchor and at all nodes.
+        `h` [B W D Width] is what each module hands on at the nodes above.
         """
-        cache, known = carry
-        D, (B, W), M = self.num_modules, tokens.shape, sees.shape[2]
-        above = draft_tree.above(sees, level)  # 0: the anchor
-        h = known[jnp.arange(B)[:, None], above]  # [B W D Width]
+        D, W, M = self.num_modules, tokens.shape[1], sees.shape[2]
         e = shared.embedding(tokens)
         depths = np.repeat(np.arange(M // W), W).astype(np.int32)
 
@@ -276,10 +270,7 @@ class MTP:
                 behind=level * W,
             )
             law = jnp.where(k == jnp.minimum(level + 2, D), g, law)
-        known = jax.lax.dynamic_update_slice_in_dim(
-            known, jnp.stack(new, axis=2), 1 + level * W, axis=1
-        )
-        return shared.logits(law), (cache, known)
+        return shared.logits(law), jnp.stack(new, axis=2), cache
 
     def commit(self, params, shared, state: State, verdict, tokens, features) -> State:
         del params, shared
