@@ -94,8 +94,25 @@ class Train:
         checkpoints.save(out / "drafter", self.drafter, drafter, params, about=about)
         self._report(log, pretrained.name, out)
 
+    def _make(self, cls, make, pretrained):
+        """`make` of a target, with the fields that were given."""
+        fields = common.parse_fields(self.field)
+        common.check_fields(self.drafter, cls, fields)
+        if "draft_ids" in fields and self.draft_vocab is not None:
+            raise ValueError(
+                f"--draft-vocab {self.draft_vocab} chooses the ids that --field "
+                "draft_ids names; give one of the two."
+            )
+        mask_token_id = getattr(pretrained.tokenizer, "mask_token_id", None)
+        try:
+            return make(pretrained.target.config, mask_token_id, **fields)
+        except TypeError as error:
+            raise ValueError(f"{self.drafter}: bad --field ({error}).") from None
+
     def _start(self, pretrained):
         """The drafter to train, and its weights if it starts from `init`."""
+        import jax
+
         from specjax import drafters
 
         cls, params = drafters.get(self.drafter), None
@@ -103,26 +120,19 @@ class Train:
             name, drafter, params = common.load_drafter(
                 str(self.init), self.target, pretrained
             )
-            if name != self.drafter:
+            if name == getattr(cls, "adapts", None):
+                adapt = lambda *args, **fields: cls.adapt(drafter, *args, **fields)
+                adapted = self._make(cls, adapt, pretrained)
+                shared = pretrained.target.shared(pretrained.params)
+                fresh = jax.jit(adapted.init)(jax.random.key(self.seed), shared)
+                drafter, params = adapted, {**fresh, **params}
+            elif name != self.drafter:
                 raise ValueError(
                     f"{self.init} holds a {name} drafter, not {self.drafter}; name "
                     "that one or start from another folder."
                 )
         else:
-            fields = common.parse_fields(self.field)
-            common.check_fields(self.drafter, cls, fields)
-            if "draft_ids" in fields and self.draft_vocab is not None:
-                raise ValueError(
-                    f"--draft-vocab {self.draft_vocab} chooses the ids that --field "
-                    "draft_ids names; give one of the two."
-                )
-            mask_token_id = getattr(pretrained.tokenizer, "mask_token_id", None)
-            try:
-                drafter = cls.for_target(
-                    pretrained.target.config, mask_token_id, **fields
-                )
-            except TypeError as error:
-                raise ValueError(f"{self.drafter}: bad --field ({error}).") from None
+            drafter = self._make(cls, cls.for_target, pretrained)
         drafter, params = self._clustered(drafter, params)
         known = {f.name for f in dataclasses.fields(drafter)}
         if self.draft_vocab is not None and (self.init or "draft_ids" not in known):

@@ -12,6 +12,7 @@ from specjax.drafters import (
     hydra,
     medusa,
     mtp,
+    pard,
 )
 from specjax.drafters.base import Drafter
 
@@ -26,6 +27,7 @@ REGISTRY: dict[str, type[Drafter]] = {
     "gemma4_mtp": gemma4_mtp.Gemma4MTP,
     "dflash": dflash.DFlash,
     "dspark": dspark.DSpark,
+    "pard": pard.Pard,
 }
 
 
