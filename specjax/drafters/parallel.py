@@ -33,7 +33,7 @@ from specjax.drafters import base
 from specjax.drafters.base import Batch
 from specjax.drafters.recurrent import State
 from specjax.transformer import Shared
-from specjax.typing import Array, Bool, Float, Int, PRNGKey
+from specjax.typing import Array, Bool, Int, PRNGKey
 
 IDLE = -2  # anchor of a slot that holds no row; the lowest real one is -1, no text
 
@@ -67,7 +67,7 @@ class Rows(NamedTuple):
         )
 
 
-def visible(query, key) -> Array:
+def visible(query, key):
     """Eq. 1 for queries and keys given as (anchor, depth), [.. Q] and [.. K]."""
     (a, d), (key_a, key_d) = (
         (x[..., :, None] for x in query),

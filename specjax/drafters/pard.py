@@ -19,11 +19,12 @@ pooled, with no weight by depth. A row with a = -1 has masks alone before it; th
 trains these too. It draws one selection for all texts of a batch and from all places of
 a text, prompt included, and its last kept row has no label; here each text has its own
 selection, of rows that predict a token to learn (`Batch.mask`), and every row counts.
-For a text of N tokens to learn the numbers of rows are the code's.
+There are as many slots as the code has rows; a chain that leaves the text ends, where
+the code goes on with rows that have no label.
 """
 
 import dataclasses
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +86,7 @@ class Pard:
             )
 
     @classmethod
-    def for_target(cls, config: TransformerConfig, mask_token_id, **fields) -> Self:
+    def for_target(cls, config: TransformerConfig, mask_token_id, **fields):
         """The shape that an independent model would have."""
         model = DraftModel.for_target(config, None)
         return cls.adapt(model, config, mask_token_id, **fields)
@@ -93,7 +94,7 @@ class Pard:
     @classmethod
     def adapt(
         cls, model: DraftModel, config: TransformerConfig, mask_token_id, **fields
-    ) -> Self:
+    ):
         """A drafter whose weights may start as those of a draft model."""
         del config
         if mask_token_id is None and "mask_token_id" not in fields:
