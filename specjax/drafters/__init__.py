@@ -12,6 +12,7 @@ from specjax.drafters import (
     hydra,
     medusa,
     mtp,
+    p_eagle,
     pard,
 )
 from specjax.drafters.base import Drafter
@@ -27,6 +28,7 @@ REGISTRY: dict[str, type[Drafter]] = {
     "gemma4_mtp": gemma4_mtp.Gemma4MTP,
     "dflash": dflash.DFlash,
     "dspark": dspark.DSpark,
+    "p_eagle": p_eagle.PEagle,
     "pard": pard.Pard,
 }
 

@@ -147,6 +147,8 @@ class Eagle3(Recurrent):
         if not states or list(states) != sorted(set(states)) or states[0] < 0:
             raise ValueError(f"target_states must ascend from 0 on, got {states}.")
         draft_vocab.check(np.array(self.draft_ids), self.config.vocab_size)
+        check_states(self)
+        draft_vocab.check(np.array(self.draft_ids, int), self.config.vocab_size)
 
     @classmethod
     def for_target(cls, config: TransformerConfig, mask_token_id, **fields):
@@ -248,3 +250,14 @@ class Eagle3(Recurrent):
         thin = [a[:, ::every] for a in frozen[1]]
         logs = self.acceptance(frozen[0], shared, batch, thin, every)
         return jnp.sum(weights * ce), {"ce": ce} | logs
+
+
+def check_states(drafter: Any) -> None:
+    """Refuses states and norms of them that there cannot be."""
+    if drafter.norm_before_fc and drafter.fc_norm:
+        raise ValueError(
+            "norm_before_fc norms all states as one, fc_norm each: choose one."
+        )
+    states = drafter.target_states
+    if not states or list(states) != sorted(set(states)) or states[0] < 0:
+        raise ValueError(f"target_states must ascend from 0 on, got {states}.")
