@@ -14,6 +14,7 @@ from specjax.drafters import (
     mtp,
     p_eagle,
     pard,
+    pard2,
 )
 from specjax.drafters.base import Drafter
 
@@ -30,6 +31,7 @@ REGISTRY: dict[str, type[Drafter]] = {
     "dspark": dspark.DSpark,
     "p_eagle": p_eagle.PEagle,
     "pard": pard.Pard,
+    "pard2": pard2.Pard2,
 }
 
 
