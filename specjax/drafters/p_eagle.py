@@ -241,8 +241,9 @@ class PEagle:
         number = jnp.sort(self.numbers(rows, T)[:, T:], axis=1)  # idle ones come last
         K, real = self.blocks, number < T * self.blocks
         anchor = jnp.where(real, number // K, IDLE)
+        depth = jnp.where(real, number % K, 1)  # of depth 0 all would see them
         join = lambda x, y: jnp.concatenate([x[:, :T], y.astype(jnp.int32)], axis=1)
-        return Rows(join(rows.anchor, anchor), join(rows.depth, number % K))
+        return Rows(join(rows.anchor, anchor), join(rows.depth, depth))
 
     def numbers(self, rows: Rows, T: int) -> Int[Array, "B R"]:
         """Rows counted place by place; idle ones are past the last."""
