@@ -30,8 +30,18 @@ STEPS = {  # these learn slower than plain heads do
     "gemma4_mtp": 600,
     "hydra_plus": 600,
     "mtp": 600,
+    "p_eagle": 280,  # of its rows, three to four a token
+    "pard": 300,
+    "pard2": 300,
 }
-FIELDS = {"eagle3": ("ttt_steps=5",)}  # as many as it drafts, and as the paper says
+FIELDS = {
+    "eagle3": ("ttt_steps=5",),  # as many as it drafts, and as the paper says
+    "p_eagle": ("gamma=4",),
+    "pard": ("gamma=4",),
+    "pard2": ("gamma=4", "blocks=8"),
+}
+ADAPTED = {"pard": "draft_model", "pard2": "draft_model"}  # what a training starts from
+RATES = {"pard": 2e-3, "pard2": 2e-3}  # of weights that are trained already
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +63,9 @@ def main(config: Config) -> list[dict]:
             drafter=name,
             target=config.target,
             steps=STEPS.get(name),
+            learning_rate=RATES.get(name),
             field=FIELDS.get(name, ()),
+            init=pathlib.Path(ADAPTED[name]) if name in ADAPTED else None,
             out=out,
             json=metrics,
         ).run()
