@@ -91,6 +91,8 @@ class Train:
             "train": dataclasses.asdict(config),
             "data": [str(p.name) for p in self.data] or "written by the target itself",
         }
+        if self.init:
+            about["init"] = self.init.name
         checkpoints.save(out / "drafter", self.drafter, drafter, params, about=about)
         self._report(log, pretrained.name, out)
 
