@@ -175,7 +175,8 @@ class PEagle:
         args = e, features, jnp.zeros((1, 1), bool), block, [None] * c.num_layers
         params: Params = Net(self).init(key, *args)["params"]
         copy = lambda x: x.astype(params["fc"].dtype)
-        mine = {"embed": copy(shared.embed)}
+        # As the target's stack reads it, scale included.
+        mine = {"embed": copy(shared.embedding(jnp.arange(c.vocab_size)))}
         if not self.share_head:
             mine["head"] = copy(shared.head)
         return {**params, **mine}
@@ -188,8 +189,9 @@ class PEagle:
 
     def logits(self, params, shared: Shared, x: Float[Array, "B *T D"]) -> Array:
         """Eq. 4 before the softmax."""
-        head = shared.head if self.share_head else params["head"]
-        return dense(x, head, jnp.float32)
+        if self.share_head:
+            return shared.logits(x)
+        return dense(x, params["head"], jnp.float32)
 
     def cached(self, params, tokens, features, is_mask, cache: KVCache):
         """`run` behind a cache, which comes back with the entries written."""
