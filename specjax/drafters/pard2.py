@@ -34,7 +34,6 @@ import jax.numpy as jnp
 
 from specjax.drafters import base
 from specjax.drafters.base import Batch, Card
-from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.parallel import Rows
 from specjax.drafters.pard import Pard
 from specjax.layers import dense
@@ -78,9 +77,7 @@ class Pard2(Pard):
                 raise ValueError(f"pard2 needs {name} >= 0, got {getattr(self, name)}.")
 
     @classmethod
-    def adapt(
-        cls, model: DraftModel, config: TransformerConfig, mask_token_id, **fields
-    ):
+    def adapt(cls, model, config: TransformerConfig, mask_token_id, **fields):
         """The last state of the target and three below, at most eight layers apart."""
         apart = min(8, max(2, config.num_layers // 4))
         states = (-1, *(-apart * i for i in (1, 2, 3)))
