@@ -30,17 +30,18 @@ STEPS = {  # these learn slower than plain heads do
     "gemma4_mtp": 600,
     "hydra_plus": 600,
     "mtp": 600,
-    "p_eagle": 280,  # of its rows, three to four a token
+    "p_eagle": 150,  # few: of three to four rows a token
     "pard": 300,
-    "pard2": 300,
+    "pard2": 100,
 }
 FIELDS = {
     "eagle3": ("ttt_steps=5",),  # as many as it drafts, and as the paper says
-    "p_eagle": ("gamma=4",),
+    "p_eagle": ("gamma=4", "blocks=5"),
     "pard": ("gamma=4",),
-    "pard2": ("gamma=4", "blocks=8"),
+    "pard2": ("gamma=4", "blocks=5"),
 }
-ADAPTED = {"pard": "draft_model", "pard2": "draft_model"}  # what a training starts from
+ADAPTED = {"pard": "draft_model", "pard2": "pard"}  # what a training starts from
+BATCHES = {"p_eagle": 4, "pard2": 4}  # texts a step
 RATES = {"pard": 2e-3, "pard2": 2e-3}  # of weights that are trained already
 
 
@@ -63,6 +64,7 @@ def main(config: Config) -> list[dict]:
             drafter=name,
             target=config.target,
             steps=STEPS.get(name),
+            batch_size=BATCHES.get(name),
             learning_rate=RATES.get(name),
             field=FIELDS.get(name, ()),
             init=pathlib.Path(ADAPTED[name]) if name in ADAPTED else None,

@@ -122,7 +122,7 @@ class Train:
             name, drafter, params = common.load_drafter(
                 str(self.init), self.target, pretrained
             )
-            if name == getattr(cls, "adapts", None):
+            if name in getattr(cls, "adapts", ()):
                 adapt = lambda *args, **fields: cls.adapt(drafter, *args, **fields)
                 adapted = self._make(cls, adapt, pretrained)
                 shared = pretrained.target.shared(pretrained.params)

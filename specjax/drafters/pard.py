@@ -57,7 +57,7 @@ class Pard:
         paper="An et al., arXiv:2504.18583",
         year=2025,
     )
-    adapts: ClassVar[str] = "draft_model"  # what a training may start from
+    adapts: ClassVar[tuple[str, ...]] = ("draft_model",)  # a training may start so
 
     config: TransformerConfig
     mask_token_id: int  # an id that no text holds

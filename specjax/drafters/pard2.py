@@ -52,6 +52,7 @@ class Pard2(Pard):
         paper="PARD-2, arXiv:2605.08632",
         year=2026,
     )
+    adapts: ClassVar[tuple[str, ...]] = ("draft_model", "pard")
 
     gamma: int = 15  # drafted tokens per round
     blocks: int = 16  # K, offsets trained
