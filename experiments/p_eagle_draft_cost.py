@@ -30,7 +30,7 @@ SMOKE = {"gammas": (1, 3), "layers": (2,), "repeats": 3}
 @dataclasses.dataclass(frozen=True)
 class Config:
     target: str = "tiny"
-    gammas: tuple[int, ...] = (1, 2, 3, 4, 5, 7, 9, 12)
+    gammas: tuple[int, ...] = (1, 2, 4, 7, 12)
     layers: tuple[int, ...] = (2, 4)  # of P-EAGLE
     prompt: int = 128  # tokens
     repeats: int = 100
