@@ -87,7 +87,9 @@ def main(config: Config) -> list[dict]:
             for segments in config.segments:
                 drafter = dataclasses.replace(one, rate=rate, segments=segments)
                 program = compiled(drafter, *args)
-                peak = program.memory_analysis().temp_size_in_bytes / 2**20
+                analysis = program.memory_analysis()
+                assert analysis is not None  # every backend that we know has one
+                peak = analysis.temp_size_in_bytes / 2**20
                 ran = measure(program, args) if rate < 1 else (None, None)
                 whole = whole or {"peak": peak, "grads": ran[1]}
                 row = {
