@@ -30,9 +30,9 @@ STEPS = {  # these learn slower than plain heads do
     "gemma4_mtp": 600,
     "hydra_plus": 600,
     "mtp": 600,
-    "p_eagle": 150,  # few: of three to four rows a token
+    "p_eagle": 400,
     "pard": 300,
-    "pard2": 100,
+    "pard2": 300,
 }
 FIELDS = {
     "eagle3": ("ttt_steps=5",),  # as many as it drafts, and as the paper says
@@ -41,7 +41,7 @@ FIELDS = {
     "pard2": ("gamma=4", "blocks=5"),
 }
 ADAPTED = {"pard": "draft_model", "pard2": "pard"}  # what a training starts from
-BATCHES = {"p_eagle": 4, "pard2": 4}  # texts a step
+
 RATES = {"pard": 2e-3, "pard2": 2e-3}  # of weights that are trained already
 
 
@@ -64,7 +64,6 @@ def main(config: Config) -> list[dict]:
             drafter=name,
             target=config.target,
             steps=STEPS.get(name),
-            batch_size=BATCHES.get(name),
             learning_rate=RATES.get(name),
             field=FIELDS.get(name, ()),
             init=pathlib.Path(ADAPTED[name]) if name in ADAPTED else None,
