@@ -286,9 +286,14 @@ def target():
     return Llama(CONFIG), golden.to_jax(golden.llama(tensor, CONFIG))
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def pass_of(model, params, tokens):
+    return model(params, tokens, taps=DRAFTER.taps)
+
+
 def test_the_target_of_the_rounds_is_the_one_recorded():
     model, params = target()
-    out = model(params, jnp.array([[26, 7]]), taps=DRAFTER.taps)
+    out = pass_of(model, params, jnp.array([[26, 7]]))
     logits = model.logits(params, out.hidden)[0]
     right = [
         [1.451291, -0.519506, -0.504184, 0.571760],
@@ -329,7 +334,7 @@ def test_slots_of_the_rounds_are_those_recorded():
     """Uncached, from the features of the whole committed text."""
     llama, params = target()
     text = [26, 7, 27] + [19] * 7
-    features = llama(params, jnp.array([text]), taps=DRAFTER.taps).features[0]
+    features = pass_of(llama, params, jnp.array([text])).features[0]
     for first, _, _, _, total, logits in ROUNDS:
         x = slots([first], features, text)[0]
         assert float(x.sum()) == pytest.approx(total, abs=1e-4)

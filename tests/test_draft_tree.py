@@ -44,8 +44,11 @@ def grow_from_paths(topology, sampling=GREEDY, seeds=(0,)):
         angle = weight[..., None] + base[None, None]
         return 3 * jnp.sin(angle), held
 
-    held = jnp.zeros((B, slots), jnp.int32)
-    return draft_tree.grow(topology, first, step, held, sampling, keys)[0]
+    @jax.jit
+    def run(first, held, keys):
+        return draft_tree.grow(topology, first, step, held, sampling, keys)[0]
+
+    return run(first, jnp.zeros((B, slots), jnp.int32), keys)
 
 
 def test_expansion_and_reranking_give_the_golden_tree_of_eagle_2():
@@ -304,7 +307,10 @@ def test_levels_of_a_grown_tree_are_drawn_independently():
     )
     keys = jax.random.split(jax.random.key(0), rows)
     first = jnp.broadcast_to(log[0], (rows, 3))
-    draft, _ = draft_tree.grow(Tree.chain(2), first, step, None, Sampling(), keys)
+    grow = lambda first, keys: draft_tree.grow(
+        Tree.chain(2), first, step, None, Sampling(), keys
+    )
+    draft, _ = jax.jit(grow)(first, keys)
     counts = testing.count(np.asarray(draft.tokens), 3)
     assert testing.chi_square(counts, np.outer(*laws)) > testing.FALSE_ALARM
 

@@ -110,14 +110,9 @@ class Kit:
         return self.cls.for_target(CONFIG, None, **fields)
 
     def state(self, drafter):
-        return drafter.prefill(
-            self.weights,
-            self.shared,
-            jnp.array([TEXT]),
-            jnp.array([8]),
-            self.out.features,
-            32,
-        )
+        text, length = jnp.array([TEXT]), jnp.array([8])
+        args = self.weights, self.shared, text, length, self.out.features
+        return jax.jit(drafter.prefill, static_argnums=5)(*args, 32)
 
     def draft(self, sampling=GREEDY, anchor=17, seeds=(0,), **fields):
         drafter = self.make(**fields)
@@ -167,16 +162,20 @@ def head_by_loops(kit, k, f, path):
 
 def test_logits_are_those_recorded(kit):
     """All rows at once; the reference lets the text's end wrap around."""
-    g, _ = kit.drafter.context(kit.weights, kit.out.features)
-    embed = lambda k: kit.shared.embed[jnp.roll(jnp.array([TEXT]), -k, axis=1)]
-    read = jnp.stack([g, *(embed(k) for k in (1, 2, 3))], axis=2)
+
+    @jax.jit
+    def run(weights, shared, features):
+        g, _ = kit.drafter.context(weights, features)
+        embed = lambda k: shared.embed[np.roll(np.array([TEXT]), -k, axis=1)]
+        read = jnp.stack([g, *(embed(k) for k in (1, 2, 3))], axis=2)
+        return [kit.drafter.head(weights, shared, k, read)[1] for k in (1, 2, 3)]
+
     total = 0.0
-    for k in (1, 2, 3):
-        _, logits = kit.drafter.head(kit.weights, kit.shared, k, read)
-        np.testing.assert_allclose(
-            logits[0, 2, :4], kit.right["logits"][k - 1], atol=5e-5
-        )
-        total += float(jnp.sum(jnp.abs(logits)))
+    for logits, right in zip(
+        run(kit.weights, kit.shared, kit.out.features), kit.right["logits"], strict=True
+    ):
+        np.testing.assert_allclose(logits[0, 2, :4], right, atol=5e-5)
+        total += float(np.abs(logits).sum())
     assert total == pytest.approx(kit.right["sum"], abs=5e-3)
 
 
@@ -192,7 +191,8 @@ def test_the_prefix_layer_reads_a_text_in_pieces():
     kit = make_kit("hydra_plus")
     drafter, args = kit.drafter, (kit.weights, kit.shared)
     text, f = jnp.array([TEXT]), kit.out.features
-    state = drafter.prefill(*args, text[:, :3], jnp.array([3]), f[:, :3], 32)
+    prefill = jax.jit(drafter.prefill, static_argnums=5)
+    state = prefill(*args, text[:, :3], jnp.array([3]), f[:, :3], 32)
     commit = jax.jit(drafter.commit)
     for at, count in ((3, 2), (5, 3)):
         assert state.cache.length.tolist() == [at]
