@@ -30,13 +30,15 @@ def models(seed=1, **fields):
     fields = {"unroll": None, "decay": 1.0} | fields
     drafter, weights = testing.tiny_drafter("mtp", target, params, **fields)
     weights = testing.perturb(weights, seed, 0.3)
-    states = target(params, jnp.array([TEXT]), taps=(-1,)).features
+    run = jax.jit(functools.partial(target, taps=(-1,)))
+    states = run(params, jnp.array([TEXT])).features
     return drafter, weights, target.shared(params), states
 
 
 def read(drafter, weights, shared, states, text=TEXT, slots=24):
     ids, lengths = jnp.array([text]), jnp.array([len(text)])
-    return drafter.prefill(weights, shared, ids, lengths, states, slots)
+    prefill = jax.jit(drafter.prefill, static_argnums=5)
+    return prefill(weights, shared, ids, lengths, states, slots)
 
 
 def propose(drafter, weights, shared, state, anchor, sampling=GREEDY):
@@ -176,7 +178,7 @@ def mimo():
         "layer": inner,
     }
     target = Llama(config)
-    hidden = target(params, jnp.array([IDS])).hidden
+    hidden = jax.jit(target)(params, jnp.array([IDS])).hidden
     return target, params, {"module_1": weights}, hidden
 
 
@@ -189,7 +191,8 @@ def test_logits_are_those_recorded_for_a_module_of_the_qwen2_layer():
     drafter, shared = MTP.for_target(target.config, None), target.shared(params)
     # The text's own next tokens, then the anchor 21.
     rows = jnp.pad(hidden, ((0, 0), (0, 1), (0, 0)))  # no row sees the last
-    g = drafter.steps(weights, shared, jnp.array([[*IDS, 21]]), rows, 1)
+    steps = jax.jit(drafter.steps, static_argnums=4)
+    g = steps(weights, shared, jnp.array([[*IDS, 21]]), rows, 1)
     ours = np.asarray(shared.logits(g[0])[0, :7])
     right = [-0.343102, -0.624016, 0.190342, -0.027275, 0.662955, 0.620250]
     np.testing.assert_allclose(ours[-1, :6], right, atol=1e-4)
@@ -279,7 +282,8 @@ def test_commit_equals_prefill_for_chained_modules(num_modules, carry):
 def chained(wrap):
     """The battery's kit with parameters for the wrapped drafter."""
     kit = battery.Kit("mtp", wrap)
-    kit.weights = testing.perturb(kit.drafter.init(jax.random.key(1), kit.shared))
+    weights = jax.jit(kit.drafter.init)(jax.random.key(1), kit.shared)
+    kit.weights = testing.perturb(weights)
     return kit
 
 
