@@ -23,7 +23,7 @@ against ShareGPT text; those of the later heads, .316 .201 .147, are over all te
 not conditional. Of Hydra we know no such numbers; of whole trees Medusa-2 is reported
 to keep 3.47 tokens a round (Vicuna 7B), Hydra 3.65 (Vicuna 13B, by EAGLE-3's paper).
 
-    python experiments/conditional_acceptance.py        about a minute on 2 cores
+    python experiments/conditional_acceptance.py        two minutes on 2 cores
 """
 
 import dataclasses
