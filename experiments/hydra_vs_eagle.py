@@ -69,13 +69,13 @@ PAPER = [
 class Config:
     target: str = "tiny"
     drafters: tuple[str, ...] = ("eagle", "hydra", "hydra_plus")  # eagle first
-    gammas: tuple[int, ...] = (1, 2, 3, 4, 5, 6)  # chains
+    gammas: tuple[int, ...] = (1, 2, 4, 6)  # chains
     trees: tuple[str, ...] = tuple(TREES)
     temperature: float = 0.0
     tasks: tuple[str, ...] = ("code", "math", "chat")
-    num_prompts: int = 6  # a task
+    num_prompts: int = 4  # a task
     max_new_tokens: int = 64
-    turns: int = 60  # of the timing, four rounds each
+    turns: int = 40  # of the timing, four rounds each
     seed: int = 0
 
 
