@@ -168,7 +168,7 @@ def main(config: Config) -> list[dict]:
                 }
                 | (kept(runner, drafter, params, config) if trained else unknown)
             )
-            print(rows[-1])
+            print(f"{draft} of {name}: round {whole:.2f}")
     return [row | beside(row, rows, config.drafters[0]) for row in rows]
 
 
