@@ -35,7 +35,15 @@ STEPS = {  # these learn slower than plain heads do
     "pard2": 300,
 }
 FIELDS = {
-    "eagle3": ("ttt_steps=5",),  # as many as it drafts, and as the paper says
+    # As many steps as it drafts, as the paper says; the norms of EAGLE-3.1 and a later
+    # state, without which it is behind EAGLE-1 here (LOG).
+    "eagle3": (
+        "ttt_steps=5",
+        "fc_norm=true",
+        "norm_before_residual=true",
+        "norm_output=true",
+        "target_states=[2,4,7]",
+    ),
     "p_eagle": ("gamma=4", "blocks=5"),
     "pard": ("gamma=4",),
     "pard2": ("gamma=4", "blocks=5"),
