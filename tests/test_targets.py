@@ -268,7 +268,7 @@ def test_absent_keys_take_the_defaults_of_the_family():
 @pytest.mark.parametrize(
     ("change", "names"),
     [
-        ({"model_type": "gemma3"}, "'gemma3'.*llama, qwen2, qwen3"),
+        ({"model_type": "mamba"}, "'mamba'.*llama, qwen2, qwen3"),
         ({"model_type": None}, "model_type None"),
         ({"hidden_act": "gelu"}, "'gelu'"),
         ({"quantization_config": {"quant_method": "gptq"}}, "'gptq'"),
