@@ -208,11 +208,12 @@ def figure(rows: list[dict], path: pathlib.Path) -> None:
             label = name if chain else None
             axis.plot(x, y, style, color=colour, label=label)
     if known:
-        end = max(r["round"] for r in rows)
+        top = 1.1 * max(r["tau"] for r in rows)
         for speed in (0.25, 0.5, 1.0):
+            end = min(max(r["round"] for r in rows), top / speed)
             axis.plot([0, end], [0, speed * end], ":", color="grey", lw=0.8)
             axis.annotate(f"{speed:g}x", (end, speed * end), fontsize=8, color="grey")
-        axis.set_ylim(1, 1.1 * max(r["tau"] for r in rows))
+        axis.set_ylim(1, top)
     axis.set_xlabel("time of a round, in plain passes")
     axis.set_ylabel("tau" if known else "tokens of a chain, nodes of a tree")
     axis.set_title("lines: chains; squares: trees", fontsize=9)

@@ -1,9 +1,9 @@
 """Writes a result of `specjax bench` into the table at the top of the README.
 
-    specjax bench --out runs/readme && python experiments/release/readme_table.py \
-        --result runs/readme/bench.json
+    specjax bench --drafters all --out runs/readme
+    python experiments/release/readme_table.py --result runs/readme/bench.json
 
-Run time: a second, after the two minutes of the bench.
+Run time: a second, after the five minutes of the bench.
 """
 
 import dataclasses
