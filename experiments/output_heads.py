@@ -43,14 +43,14 @@ from specjax.sampling import Sampling
 
 SMOKE = {
     "self_prompts": 16,
-    "length": 32,
+    "length": 64,
     "steps": 2,
     "num_clusters": 16,
     "scored": (2,),
     "vocabularies": (512,),
     "tasks": ("code",),
     "num_prompts": 1,
-    "max_new_tokens": 8,
+    "max_new_tokens": 24,
     "temperatures": (1.0,),
     "ids_timed": 1024,
     "repeats": 1,
