@@ -374,3 +374,18 @@ def test_a_killed_build_is_built_again(pretrained, tmp_path):
     assert not (tmp_path / "c").exists()
     build(tmp_path / "c", pretrained)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["c"]
+
+
+def test_the_written_gradient_of_the_soft_loss_is_the_derived_one():
+    """Also of rows whose p does not sum to 1, and of logits of any size."""
+    rng = np.random.default_rng(0)
+    z = jnp.asarray(rng.normal(0, [[[1.0]], [[100.0]]], (2, 3, 7)), jnp.float32)
+    p = jnp.asarray(rng.uniform(0, 1, (2, 3, 7)), jnp.float32)
+    plain = lambda z, p: -jnp.sum(p * jax.nn.log_softmax(z), axis=-1)
+    for of in (plain, base.soft_cross_entropy):
+        weighed = lambda z, p, of=of: jnp.sum(of(z, p) * jnp.arange(3.0)[None])
+        found = of(z, p), *jax.grad(weighed, (0, 1))(z, p)
+        if of is plain:
+            right = found
+    for a, b in zip(found, right, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
