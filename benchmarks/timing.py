@@ -23,8 +23,8 @@ def timed(run: Callable[[], Any]) -> float:
 
 
 def by_turns(
-    ways: dict[str, Callable[[], float]], repeats: int
-) -> dict[str, np.ndarray]:
+    ways: dict[Any, Callable[[], float]], repeats: int
+) -> dict[Any, np.ndarray]:
     """Seconds of each way [repeats]; all ways once, then all again.
 
     What else the machine does then falls on all alike, and turn i of one way may be
