@@ -16,9 +16,7 @@ one run, after the prefill; ratios are medians over turns.
 import contextlib
 import dataclasses
 import json
-import os
 import pathlib
-import subprocess
 import tempfile
 from collections.abc import Callable
 
@@ -117,40 +115,15 @@ with torch.inference_mode():
 
 @contextlib.contextmanager
 def other_python(pretrained: Pretrained, config: Config):
-    """Yields (name, seconds of a token) of transformers in a process of its own.
-
-    It waits on its standard input while ours are timed, and we wait on its output.
-    """
+    """Yields (name, seconds of a token) of transformers in a process of its own."""
+    assert config.transformers is not None
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "target"
         targets.save_pretrained(path, pretrained)
         prompt = _prompt(pretrained, config)
         job = json.dumps([str(path), prompt, config.rounds, str(pretrained.dtype)])
-        quiet = {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
-        process = subprocess.Popen(
-            [str(config.transformers), "-c", WORKER, job],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | quiet,
-        )
-        ours, theirs = process.stdin, process.stdout
-        assert ours is not None and theirs is not None
-        name = theirs.readline().strip()
-        if not name:
-            raise SystemExit(
-                f"{config.transformers} ended with status {process.wait()}; it needs "
-                "torch and transformers."
-            )
-
-        def run() -> float:
-            ours.write("go\n")
-            ours.flush()
-            return float(theirs.readline())
-
-        yield name, run
-        ours.close()
-        process.wait()
+        with timing.other_python(config.transformers, WORKER, job) as found:
+            yield found
 
 
 def main(config: Config) -> list[dict]:

@@ -1,9 +1,11 @@
-"""What both benchmarks share: timing by turns, the spread of a sample, the report."""
+"""What the benchmarks share: timing by turns, another Python beside, the report."""
 
+import contextlib
 import json
 import os
 import pathlib
 import platform
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -32,6 +34,41 @@ def by_turns(
     """
     turns = [{name: way() for name, way in ways.items()} for _ in range(repeats + 1)]
     return {name: np.array([t[name] for t in turns[1:]]) for name in ways}
+
+
+@contextlib.contextmanager
+def other_python(python: pathlib.Path, code: str, job: str):
+    """Yields (name, seconds of a turn) of code that another Python runs.
+
+    The code gets `job` as its argument, prints a name, then for every line that it
+    reads what a turn took. It waits on its standard input while ours are timed, and we
+    wait on its output.
+    """
+    quiet = {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen(
+        [str(python), "-c", code, job],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | quiet,
+    )
+    ours, theirs = process.stdin, process.stdout
+    assert ours is not None and theirs is not None
+    name = theirs.readline().strip()
+    if not name:
+        raise SystemExit(
+            f"{python} ended with status {process.wait()}; it needs torch and "
+            "transformers."
+        )
+
+    def run() -> float:
+        ours.write("go\n")
+        ours.flush()
+        return float(theirs.readline())
+
+    yield name, run
+    ours.close()
+    process.wait()
 
 
 def machine() -> dict[str, Any]:

@@ -17,9 +17,7 @@ product in the same run.
 import contextlib
 import dataclasses
 import json
-import os
 import pathlib
-import subprocess
 from collections.abc import Callable
 
 import jax
@@ -123,39 +121,10 @@ for _ in sys.stdin:
 """
 
 
-@contextlib.contextmanager
-def reference_step(pretrained: Pretrained, config: Config):
-    """Yields (name, seconds of a step) of PyTorch in a process of its own.
-
-    It waits on its standard input while ours are timed, and we wait on its output.
-    """
+def reference_job(pretrained: Pretrained, config: Config) -> str:
     c = pretrained.target.config
     shape = (c.vocab_size, c.width, c.num_heads, c.num_kv_heads, c.head_width)
-    shape += (c.mlp_width, config.batch_size, config.length, STEPS)
-    process = subprocess.Popen(
-        [str(config.reference), "-c", WORKER, json.dumps(shape)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"},
-    )
-    ours, theirs = process.stdin, process.stdout
-    assert ours is not None and theirs is not None
-    name = theirs.readline().strip()
-    if not name:
-        raise SystemExit(
-            f"{config.reference} ended with status {process.wait()}; it needs torch "
-            "and transformers."
-        )
-
-    def run() -> float:
-        ours.write("go\n")
-        ours.flush()
-        return float(theirs.readline())
-
-    yield name, run
-    ours.close()
-    process.wait()
+    return json.dumps((*shape, c.mlp_width, config.batch_size, config.length, STEPS))
 
 
 def peak(size: int) -> tuple[Callable[[], float], float]:
@@ -180,7 +149,9 @@ def main(config: Config) -> list[dict]:
     ways = {"specjax": ours, "matrix product": product}
     with contextlib.ExitStack() as stack:
         if config.reference is not None:
-            name, run = stack.enter_context(reference_step(pretrained, config))
+            job = reference_job(pretrained, config)
+            beside = timing.other_python(config.reference, WORKER, job)
+            name, run = stack.enter_context(beside)
             ways[name] = run
         seconds = timing.by_turns(ways, config.repeats)
 
