@@ -21,6 +21,7 @@ from specjax.drafters.gemma4_mtp import Gemma4MTP
 from specjax.drafters.mtp import MTP
 from specjax.mla import DeepSeekConfig
 from specjax.targets import convert
+from specjax.targets.tokenizer import read_json
 from specjax.transformer import Shared, TransformerConfig
 from specjax.typing import Params
 
@@ -161,7 +162,7 @@ def assistant(
 ) -> tuple[str, Gemma4MTP, Params]:
     """The MTP drafter of a Gemma 4 target from the folder it is published as."""
     folder = pathlib.Path(folder)
-    stored = json.loads((folder / "config.json").read_text())
+    stored = read_json(folder / "config.json")
     if stored.get("model_type") not in ASSISTANTS:
         raise ValueError(
             f"{folder} holds a model of type {stored.get('model_type')!r}, no drafter; "
@@ -169,6 +170,7 @@ def assistant(
         )
     fields, params = convert.assistant(stored, targets.read_tensors(folder), dtype)
     drafter = dataclasses.replace(Gemma4MTP.for_target(config, None), **fields)
+    drafter.check_target(config.vocab_size, config.width)
     return "gemma4_mtp", drafter, params
 
 

@@ -99,7 +99,8 @@ class GemmaConfig(TransformerConfig):
             )
         if not 0 <= self.num_shared_layers <= self.num_layers:
             raise ValueError(
-                f"num_shared_layers={self.num_shared_layers} of {self.num_layers}."
+                f"num_shared_layers={self.num_shared_layers} must be 0 to num_layers="
+                f"{self.num_layers}."
             )
         if self.num_owners:
             for i in range(self.num_layers):
@@ -122,7 +123,8 @@ class GemmaConfig(TransformerConfig):
         same = [j for j in range(self.num_owners) if is_full(j) == is_full(i)]
         if not same:
             raise ValueError(
-                f"layer {i} shares keys and values, but no layer of its kind has any."
+                f"layer {i} shares keys and values, but none of the first "
+                f"{self.num_owners} layers is of its kind; lower num_shared_layers."
             )
         return same[-1]
 
@@ -177,7 +179,7 @@ class Attention(nn.Module):
 
         q = dense(x, self.param("q", normal, (K, G, E, D)))
         q = Norm(c.norm_eps, name="q_norm")(q.reshape(*x.shape[:2], K * G, E))
-        q = turn(q).swapaxes(1, 2) * (c.query_scale * E**0.5)  # `attend` divides
+        q = turn(q).swapaxes(1, 2)
         if self.owns:
             key = v = dense(x, self.param("k", normal, (K, E, D)))
             if not (c.keys_as_values and self.is_full):
@@ -195,7 +197,8 @@ class Attention(nn.Module):
         if self.window is not None:
             distance = block.query_positions[..., None] - block.key_positions[:, None]
             mask = mask & jnp.tile(distance < self.window, (1, G, 1))
-        out = ungroup_queries(attend(group_queries(q, K), *slots, mask), T)
+        q = group_queries(q, K)
+        out = ungroup_queries(attend(q, *slots, mask, scale=c.query_scale), T)
         return dense(out, self.param("out", normal, (D, c.num_heads * E))), slots
 
 

@@ -62,6 +62,7 @@ class Rope:
             inverse = self._yarn(inverse, head_width)
         elif self.scaling == "proportional":
             turned = int(self.partial * head_width // 2)
+            inverse = inverse / self.factor
             inverse = np.where(np.arange(len(inverse)) < turned, inverse, 0.0)
         return inverse.astype(np.float32)
 
@@ -185,29 +186,33 @@ def attend(
     v: Float[Array, "B K S E"],
     mask: Bool[Array, "#B Q S"],
     own: tuple[tuple[Array, Array], ...] = (),
+    scale: float | None = None,
 ) -> Float[Array, "B K Q E"]:
     """Softmax attention in float32 of grouped queries; True in `mask` is visible.
 
     Q runs over query heads of one kv head times positions. The sum over keys is divided
     by its normaliser at the end: E numbers a row instead of S. A row that sees nothing
     returns the mean of the values, never NaN. `own` are more keys and values [B K T E],
-    of which a query sees those of its own position alone.
+    of which a query sees those of its own position alone. Without `scale` the queries
+    are divided by the root of E; with it the scores are multiplied, in float32.
     """
     B, K, Q, E = q.shape
     merge = lambda x: x.reshape(B * K, *x.shape[2:])  # one batch axis: fewer copies
     scores = jnp.einsum(
         "XQE,XSE->XQS",
-        merge(q * (E**-0.5)),
+        merge(q * (E**-0.5) if scale is None else q),
         merge(k),
         preferred_element_type=jnp.float32,
     )
+    scores = scores if scale is None else scores * scale
     mask = jnp.broadcast_to(mask[:, None], (B, K, *mask.shape[1:]))
     scores = jnp.where(merge(mask), scores, jnp.finfo(jnp.float32).min)
     S = scores.shape[-1]
     mine = lambda x: merge(jnp.tile(x, (1, 1, Q // x.shape[2], 1))).astype(jnp.float32)
+    by = E**-0.5 if scale is None else scale
     for key, _ in own:
         score = jnp.sum(merge(q).astype(jnp.float32) * mine(key), -1, keepdims=True)
-        scores = jnp.concatenate([scores, score * (E**-0.5)], axis=-1)
+        scores = jnp.concatenate([scores, score * by], axis=-1)
     weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
     total = jnp.sum(weights, axis=-1, keepdims=True)
     out = jnp.einsum(

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from scipy.special import logsumexp
 
-from specjax import clustered_head
+from specjax import clustered_head, draft_vocab
 
 
 def wave(t, *shape):
@@ -38,6 +38,20 @@ def test_the_recorded_clusters_and_logits():
     np.testing.assert_allclose(logsumexp(logits), 2.849176, atol=1e-5)
     held = np.exp(logsumexp(dense[list(IDS)]) - logsumexp(dense))
     np.testing.assert_allclose(held, 0.244232, atol=1e-6)
+
+
+def test_the_recorded_static_subset():
+    """The same head over a fixed share of the ids, and its offsets."""
+    ids = np.sort((11 * np.arange(20) + 3) % 64)
+    d2t = [3, 4, 5, 6, 10, 11, 12, 13, 17, 18, 19, 25, 26, 27, 33, 34, 35, 41, 42, 43]
+    assert draft_vocab.to_offsets(ids, 64)["d2t"].tolist() == d2t
+    few = jnp.asarray(TABLE[ids] @ Z, jnp.float32)
+    logits = np.asarray(draft_vocab.spread(few, ids, 64))
+    assert few.argmax() == 2 and logits.argmax() == 7
+    np.testing.assert_allclose(
+        np.exp(logits[7] - logsumexp(logits)), 0.083209, atol=1e-6
+    )
+    np.testing.assert_allclose(logsumexp(TABLE @ Z), 4.258812, atol=1e-6)
 
 
 def test_rows_of_a_batch_do_not_change_each_other():

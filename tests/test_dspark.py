@@ -439,3 +439,13 @@ def test_labels_behind_a_hole_in_the_mask_change_nothing():
 def test_bad_settings_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         drafter(**fields)
+
+
+def test_a_recurrent_head_in_float32_reads_states_in_half_precision():
+    """As it does where a drafter is trained on a target in bfloat16."""
+    head = SequentialHead("rnn", 4, 8, 11)
+    before, h = jnp.zeros((1, 3), jnp.int32), jnp.zeros((1, 3, 8))
+    train = SequentialHead.train
+    params = head.init(jax.random.key(0), before, h, method=train)
+    out = head.apply(params, before, h.astype(jnp.bfloat16), method=train)
+    assert out[0].shape == (1, 3, 11) and out[0].dtype == jnp.float32

@@ -10,7 +10,7 @@ import pytest
 
 from specjax import drafters, kv_cache, targets, testing
 from specjax.generate import Model, Weights, autoregressive, generate
-from specjax.layers import Rope
+from specjax.layers import Rope, attend
 from specjax.sampling import GREEDY
 from specjax.targets import convert
 from specjax.transformer import Shared
@@ -255,15 +255,82 @@ def test_defaults_are_those_of_the_classes():
     assert three.query_scale == 256**-0.5 and three.softcap is None
 
 
+def test_a_sparse_multimodal_config_takes_the_classes_defaults():
+    """As the released Gemma 3 4B's config.json has it."""
+    sparse = {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "sliding_window": 1024,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    }
+    found = convert.config_from_hf({"model_type": "gemma3", "text_config": sparse})
+    shape = found.vocab_size, found.num_heads, found.num_kv_heads, found.head_width
+    assert shape == (262_208, 8, 4, 256) and found.windows[4:7] == (1024, None, 1024)
+    assert found.full_rope == Rope(1e6, "linear", 8.0)
+    del sparse["sliding_window"], sparse["model_type"]
+    found = convert.config_from_hf({"model_type": "gemma3", "text_config": sparse})
+    assert found.windows[0] == 4096
+
+
+def test_a_unified_gemma_4_has_no_per_layer_inputs_unless_it_says_so():
+    bare = {k: v for k, v in SHAPE.items() if k != "sliding_window"}
+    bare |= {"model_type": "gemma4_unified_text", "num_hidden_layers": 6}
+    outer = {"model_type": "gemma4_unified", "text_config": bare}
+    found = convert.config_from_hf(outer)
+    assert (found.per_layer_width, found.windows[0]) == (0, 1024)
+    assert found.max_positions == 128 and found == convert.config_from_hf(bare)
+
+
+def test_a_tied_head_and_ids_of_a_multimodal_file_are_taken_as_they_are(tmp_path):
+    outer = {"model_type": "gemma4", "text_config": B | {"eos_token_id": [1, 5]}}
+    stored = tensors(B)
+    stored = {f"language_model.{n}": t for n, t in stored.items()}
+    stored["language_model.lm_head.weight"] = np.ones((64, 32), np.float32)
+    stored["language_model.model.rotary_emb.inv_freq"] = np.ones(3, np.float32)
+    found = targets.from_folder(folders.write(tmp_path / "m", outer, stored))
+    assert "head" not in found.params and {1, 5} <= set(found.stop_ids)
+
+
+def test_marks_of_images_past_the_rows_do_not_matter(tmp_path):
+    folder = folders.write(tmp_path / "m", B, tensors(B))
+    backend = folders.toy_tokenizer()
+    rows = 64 - backend.get_vocab_size()
+    backend.add_special_tokens([f"<image{i}>" for i in range(rows + 1)])
+    backend.save(str(folder / "tokenizer.json"))
+    assert targets.from_folder(folder).tokenizer.vocab_size == 65
+
+
+def test_scores_are_scaled_in_float32():
+    """In half precision 1.0 stays 1.0 at any head width."""
+    q = jnp.asarray(np.random.default_rng(0).normal(size=(1, 1, 2, 512)), jnp.bfloat16)
+    mask, v = jnp.ones((1, 2, 2), bool), jnp.eye(2, 512)[None, None]
+    found = attend(q, q, v.astype(jnp.bfloat16), mask, scale=0.01)[0, 0, :, :2]
+    x = np.asarray(q[0, 0], np.float32)
+    right = np.exp(0.01 * x @ x.T)
+    right /= right.sum(1, keepdims=True)
+    np.testing.assert_allclose(found.astype(jnp.float32), right, atol=4e-3)
+
+
 def test_proportional_angles_turn_the_first_quarter_of_the_pairs():
     found = Rope(1e6, "proportional", partial=0.25).frequencies(32)
     right = [1, 0.4216965, 0.1778279, 0.0749894, *[0] * 12]
     np.testing.assert_allclose(found, right, atol=1e-6)
+    slower = Rope(1e6, "proportional", 4.0, partial=0.25).frequencies(32)
+    np.testing.assert_allclose(slower, np.array(right) / 4, atol=1e-6)
 
 
 @pytest.mark.parametrize(
     ("width", "scale"),
-    [(640, 25.25), (1152, 34.0), (1536, 39.25), (2560, 50.5), (5376, 73.5)],
+    [
+        (640, 25.25),
+        (1152, 34.0),
+        (2560, 50.5),
+        (2816, 53.0),
+        (3840, 62.0),
+        (5376, 73.5),
+    ],
 )
 def test_the_embeddings_scale_is_rounded_to_the_tables_dtype(width, scale):
     table = jnp.ones((2, 1))
@@ -281,7 +348,22 @@ def test_the_embeddings_scale_is_rounded_to_the_tables_dtype(width, scale):
         ({"layer_types": [S, F]}, ValueError, "2 entries for 3 layers"),
         ({"use_bidirectional_attention": True}, NotImplementedError, "bidirectional"),
         ({"num_key_value_heads": None}, ValueError, "lacks num_key_value_heads"),
-        ({"num_kv_shared_layers": 2}, ValueError, "no layer of its kind has any"),
+        ({"rope_parameters": {"rope_theta": 1e4}}, NotImplementedError, "rope_theta"),
+        (
+            {"per_layer_config": {"1": {"head_dim": 32}}},
+            NotImplementedError,
+            "all full layers",
+        ),
+        (
+            {"per_layer_config": {"2": {"head_dim": 32, "window": 3}}},
+            NotImplementedError,
+            "window of per_layer_config",
+        ),
+        (
+            {"num_kv_shared_layers": 2},
+            ValueError,
+            "none of the first 1 layers is of its kind",
+        ),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(change, error, message):

@@ -409,6 +409,10 @@ def test_tokens_outside_the_scored_clusters_are_not_drafted(sampling):
 # --- what is refused
 
 
+def two_windows(config):
+    return dataclasses.replace(config, windows=(3, 4, 3, None))
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -418,6 +422,7 @@ def test_tokens_outside_the_scored_clusters_are_not_drafted(sampling):
         ({"back": 2}, "back is 0 or 1, got 2"),
         ({"sources": (1, 1)}, "2 sources"),
         ({"num_clusters": 6}, "without an order"),
+        ({"config": two_windows}, "one window for all local layers"),
         ({"order": (0,) * 24, "num_clusters": 6}, "holds 1 ids of 24"),
         ({"order": tuple(range(24)), "num_clusters": 5}, "numbers that do: 3, 4, 6"),
         ({"order": tuple(range(24)), "num_clusters": 6, "num_scored": 7}, "1 to 6"),
@@ -425,6 +430,8 @@ def test_tokens_outside_the_scored_clusters_are_not_drafted(sampling):
 )
 def test_bad_settings_are_refused(fields, message):
     _, _, drafter, _ = kit()
+    if callable(fields.get("config")):
+        fields = {"config": fields["config"](drafter.config)}
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(drafter, **fields)
 
@@ -453,3 +460,31 @@ def test_an_assistant_without_its_order_and_another_model_are_refused(tmp_path):
     folder = folders.write(tmp_path / "b", {"model_type": "llama"}, tensors)
     with pytest.raises(ValueError, match="'llama', no drafter"):
         checkpoints.assistant(folder, own)
+
+
+def test_an_assistant_of_another_target_is_refused_when_it_is_read(tmp_path):
+    folder = folders.write(tmp_path / "a", ASSISTANT, stored(ASSISTANT))
+    with pytest.raises(ValueError, match="64 ids of width 32; the target has 24 of"):
+        checkpoints.assistant(folder, kit()[0].config)
+    for change, error, message in (
+        ({"text_config": None}, ValueError, "lacks text_config"),
+        ({"tie_word_embeddings": False}, NotImplementedError, "tie_word_embeddings"),
+    ):
+        config = {k: v for k, v in (ASSISTANT | change).items() if v is not None}
+        folder = folders.write(tmp_path / "b", config, {})
+        with pytest.raises(error, match=message):
+            checkpoints.assistant(folder, kit()[0].config)
+
+
+@pytest.mark.parametrize(
+    ("windows", "sources", "own"),
+    [
+        ((8, None, 8, None), (2, 2, 2, 3), (8, 8, 8, None)),
+        ((8, 8, 8, 8), (3, 3, 3, 3), (8, 8, 8, None)),
+        ((), (2, 2, 2, 3), (512, 512, 512, None)),
+    ],
+)
+def test_sources_and_windows_on_targets_of_other_families(windows, sources, own):
+    config = dataclasses.replace(kit()[0].config, windows=windows)
+    drafter = Gemma4MTP.for_target(config, None)
+    assert (drafter.sources, drafter.config.windows) == (sources, own)

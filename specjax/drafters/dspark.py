@@ -103,7 +103,8 @@ class SequentialHead(nn.Module):
 
     def train(self, before: Int[Array, "*B G"], h: Float[Array, "*B G D"]):
         """Corrections [*B G V] and confidences [*B G] after the text's own tokens."""
-        zeros = jnp.zeros((*before.shape, self.rank), h.dtype)
+        dtype = jnp.result_type(h.dtype, self.w1.dtype)
+        zeros = jnp.zeros((*before.shape, self.rank), dtype)
         if self.kind == "rnn":
             step = lambda state, xs: self.code(state, *xs)
             xs = jnp.moveaxis(before, -1, 0), jnp.moveaxis(h, -2, 0)

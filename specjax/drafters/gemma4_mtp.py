@@ -116,6 +116,11 @@ class Gemma4MTP:
             raise ValueError(f"gemma4_mtp needs unroll >= 1, got {self.unroll}.")
         if not 0 < self.decay <= 1:
             raise ValueError(f"gemma4_mtp needs 0 < decay <= 1, got {self.decay}.")
+        if len({w for w in self.config.windows if w is not None}) > 1:
+            raise ValueError(
+                f"gemma4_mtp has one window for all local layers, got "
+                f"{self.config.windows}."
+            )
         for name in ("back", "more_keys"):
             if getattr(self, name) not in (0, 1):
                 raise ValueError(
@@ -147,8 +152,8 @@ class Gemma4MTP:
     def for_target(cls, config: TransformerConfig, mask_token_id, **fields):
         """Three local layers and a full one, half as wide as the target.
 
-        The released ones are a sixth to a quarter as wide, with an MLP of 8 widths in
-        place of 4.
+        The released ones are a tenth to a third as wide, with an MLP of 8 widths in
+        place of 4. Their tables start at deviation 0.02, here at width^-1/2.
         Each reads the last layer of its kind that has keys. Of a target whose layers
         all see the whole text, the local ones read the last but one.
         """
@@ -209,11 +214,7 @@ class Gemma4MTP:
 
     def init(self, key: PRNGKey, shared: Shared) -> Params:
         c, (V, W) = self.config, shared.embed.shape
-        if (c.vocab_size, self.target_width) != (V, W):
-            raise ValueError(
-                f"gemma4_mtp is made for {c.vocab_size} ids of width "
-                f"{self.target_width}; the target has {V} of width {W}."
-            )
+        self.check_target(V, W)
         net_key, head_key, key = jax.random.split(key, 3)
         x = jnp.zeros((1, 1, W), jnp.float32)
         kinds = [c.kind(window is None) for window in c.windows]
@@ -228,6 +229,14 @@ class Gemma4MTP:
         if self.order:
             params["centroids"] = normal(key, (self.num_clusters, c.width))
         return params
+
+    def check_target(self, V: int, W: int) -> None:
+        """Refuses a target of other ids or another width."""
+        if (self.config.vocab_size, self.target_width) != (V, W):
+            raise ValueError(
+                f"gemma4_mtp is made for {self.config.vocab_size} ids of width "
+                f"{self.target_width}; the target has {V} of width {W}."
+            )
 
     def blocks(self, n: Int[Array, "B T"], size: int) -> tuple[Block, Block]:
         """Of local and of full layers, for anchors at n that see slots below n."""
@@ -317,6 +326,7 @@ class Gemma4MTP:
         """
         (B, T), at = batch.tokens.shape, self.kv_layers.index
         slots = tuple(batch.kv[at(i)] for i in self.sources)
+        self._check(slots)
         n = jnp.broadcast_to(jnp.arange(1, T + 1, dtype=jnp.int32)[None], (B, T))
         blocks, h, found = self.blocks(n, T), batch.features, []
         for k in range(1, num_steps + 1):
@@ -362,7 +372,10 @@ def with_clusters(
     Train it further: its loss then moves the centroids alone.
     """
     if drafter.order:
-        raise ValueError(f"the drafter has {drafter.num_clusters} clusters already.")
+        raise ValueError(
+            f"the drafter has {drafter.num_clusters} clusters already; start from the "
+            "one that they were made of."
+        )
     # The settings first: parting a large table takes minutes.
     order = tuple(range(drafter.config.vocab_size))
     fields = {"num_clusters": num_clusters, "num_scored": num_scored}

@@ -283,7 +283,9 @@ class PEagle:
         T, R, S = batch.tokens.shape[1], rows.anchor.shape[1], self.segments
         lead = 0 if S == 1 else max(self.blocks - 2, 0)  # of a chain that is cut
         own_text, own_masks = -(-T // S), -(-(R - T) // S)
-        table = jnp.asarray(mask_table(T, self.blocks))
+        # Of long texts the table would outgrow what segments save.
+        small = T * self.blocks <= 4096
+        table = jnp.asarray(mask_table(T if small else 1, self.blocks))
 
         def segment(params, s):
             at = T + s * own_masks + jnp.arange(-lead, own_masks)
@@ -294,7 +296,10 @@ class PEagle:
             )
             some = Rows(pick(rows.anchor, IDLE), pick(rows.depth, 1))
             number = jnp.minimum(self.numbers(some, T), T * self.blocks - 1)
-            sees = table[number[:, :, None], number[:, None, :]]
+            if small:
+                sees = table[number[:, :, None], number[:, None, :]]
+            else:
+                sees = parallel.visible(some, some)
             x = self.states(params, batch, some, sees)
 
             text = s * own_text + jnp.arange(own_text)

@@ -104,7 +104,8 @@ class Pard2(Pard):
         e = params["embed"][tokens]
         if not self.use_features:
             return e
-        return e + (self.scale * dense(features, params["projection"])).astype(e.dtype)
+        more = dense(features, params["projection"], jnp.float32)
+        return e + (self.scale * more).astype(e.dtype)
 
     def loss(self, params, shared: Shared, batch: Batch, key: PRNGKey):
         """Eq. 4; "alpha" is with the features that the drafter is set to read."""

@@ -79,12 +79,15 @@ def from_folder(
     config = convert.config_from_hf(stored)
     params = convert.params_from_tensors(config, read_tensors(folder), dtype)
     tokenizer = Tokenizer.from_folder(folder)
-    if tokenizer.vocab_size > config.vocab_size:
+    # Marks of images may stand behind the text's ids; no text that fits has them.
+    words = tokenizer.backend.get_vocab(with_added_tokens=False)
+    if max(words.values(), default=0) >= config.vocab_size:
         raise ValueError(
             f"the tokenizer in {folder} has {tokenizer.vocab_size} ids and the model "
             f"{config.vocab_size} rows; they do not belong together."
         )
-    stop = _ids(stored.get("eos_token_id"))
+    inner = stored.get("text_config") or {}
+    stop = _ids(stored.get("eos_token_id")) + _ids(inner.get("eos_token_id"))
     if (folder / "generation_config.json").is_file():
         generation = read_json(folder / "generation_config.json")
         stop += _ids(generation.get("eos_token_id"))

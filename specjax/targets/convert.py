@@ -25,7 +25,7 @@ FAMILIES = ("llama", "qwen2", "qwen3", "deepseek_v3", *gemma.FAMILIES)
 ORIGINAL = "original_max_position_embeddings"
 ROPE_KEYS = {  # rope type -> keys that it needs, keys that have defaults
     "linear": (("factor",), ()),
-    "proportional": (("partial_rotary_factor",), ()),
+    "proportional": (("partial_rotary_factor",), ("factor",)),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor", ORIGINAL), ()),
     "yarn": (
         (),
@@ -344,13 +344,14 @@ def params_from_tensors(
     config: TransformerConfig, tensors: Mapping[str, np.ndarray], dtype: Any
 ) -> Params:
     """Builds the parameter tree; names every tensor that is missing or not read."""
+    if isinstance(config, GemmaConfig):
+        tensors = gemma.text_tensors(tensors)
     ignored = {n for n in tensors if n.endswith("rotary_emb.inv_freq")}
     if config.tie_embeddings:
         ignored |= {"lm_head.weight"} & set(tensors)  # the flag rules over the file
     if isinstance(config, DeepSeekConfig):
         ignored |= {n for n in tensors if deepseek.is_module(config, n)}
     if isinstance(config, GemmaConfig):
-        tensors = gemma.text_tensors(tensors)
         ignored |= gemma.unused(config)
     return _read(_leaves(config), tensors, dtype, ignored)
 
@@ -390,10 +391,14 @@ def assistant(
 ) -> tuple[dict[str, Any], Params]:
     """Fields and parameters of the drafter in a Gemma 4 assistant's files."""
     _refuse_quantised(config)
-    layers, width = (
-        gemma.assistant_config(config, _rope),
-        config["backbone_hidden_size"],
-    )
+    try:
+        layers = gemma.assistant_config(config, _rope)
+    except KeyError as error:
+        raise ValueError(
+            f"config.json of an assistant lacks {error.args[0]}."
+        ) from None
+    unified = "unified" in config["model_type"]
+    width = config.get("backbone_hidden_size", 3840 if unified else 1536)
     fields: dict[str, Any] = {"config": layers, "target_width": width}
     if config.get("use_ordered_embeddings", False):
         order = tensors.get("masked_embedding.token_ordering")

@@ -21,7 +21,34 @@ from specjax.targets.llama import Llama
 from specjax.transformer import Output, Shared
 from specjax.typing import Params, PRNGKey
 
-FAMILIES = ("gemma3", "gemma3_text", "gemma4", "gemma4_text")
+FAMILIES = (
+    "gemma3",
+    "gemma3_text",
+    "gemma4",
+    "gemma4_text",
+    "gemma4_unified",
+    "gemma4_unified_text",
+)
+# What a file leaves out: multimodal Gemma 3 files say little more than their sizes.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "vocab_size": 262_208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "sliding_window": 4096,
+        "max_position_embeddings": 131_072,
+    },
+    "gemma4": {
+        "sliding_window": 512,
+        "max_position_embeddings": 131_072,
+        "hidden_size_per_layer_input": 256,
+    },
+    "gemma4_unified": {
+        "sliding_window": 1024,
+        "max_position_embeddings": 262_144,
+        "hidden_size_per_layer_input": 0,
+    },
+}
 KINDS = {"sliding_attention": False, "full_attention": True}
 PREFIXES = ("model.language_model.", "language_model.model.")
 OTHER = (  # parts of a multimodal file that no text goes through
@@ -62,10 +89,12 @@ class Gemma(Llama):
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The text model's part of a config.json, whose tie flag may stand outside."""
     inner = config.get("text_config")
-    if inner is None:
-        return dict(config)
-    tie = config.get("tie_word_embeddings", True)
-    return {"tie_word_embeddings": tie} | dict(inner)
+    if inner is not None:
+        tie = config.get("tie_word_embeddings", True)
+        family = config["model_type"]  # which the inner part may leave out
+        config = {"tie_word_embeddings": tie, "model_type": family} | dict(inner)
+    family = config["model_type"].removesuffix("_text")
+    return DEFAULTS[family] | dict(config)
 
 
 def text_tensors(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -97,8 +126,12 @@ def config_from_hf(
                 f"{key} {config[key]!r} is not supported; only {only!r} is."
             )
     if config.get("use_bidirectional_attention") not in (None, False, "vision"):
-        raise NotImplementedError("bidirectional attention over text is not supported.")
-    L, W = config["num_hidden_layers"], config.get("sliding_window", 512)
+        found = config["use_bidirectional_attention"]
+        raise NotImplementedError(
+            f"use_bidirectional_attention {found!r} is not supported; only attention "
+            "to what came before is, images aside."
+        )
+    L, W = config["num_hidden_layers"], config["sliding_window"]
     windows = tuple(None if full else W for full in _full_layers(config, L, is_four))
     local, full = (_rope_of(config, kind, is_four) for kind in KINDS)
     fields: dict[str, Any] = {
@@ -113,7 +146,7 @@ def config_from_hf(
         "full_rope": rope(full),
         "norm_eps": config.get("rms_norm_eps", 1e-6),
         "tie_embeddings": bool(config.get("tie_word_embeddings", True)),
-        "max_positions": config.get("max_position_embeddings", 131_072),
+        "max_positions": config["max_position_embeddings"],
         "windows": windows,
         "softcap": config.get("final_logit_softcapping"),
     }
@@ -145,9 +178,14 @@ def _rope_of(config, kind: str, is_four: bool) -> dict[str, Any]:
     full = KINDS[kind]
     base: dict[str, Any] = {
         "model_type": config["model_type"],
-        "max_position_embeddings": config.get("max_position_embeddings", 131_072),
+        "max_position_embeddings": config["max_position_embeddings"],
     }
     nested = config.get("rope_parameters") or {}
+    if nested and not set(nested) <= set(KINDS):
+        raise NotImplementedError(
+            f"rope_parameters of a Gemma model stand under {' and '.join(KINDS)}, got "
+            f"{', '.join(map(str, nested))}."
+        )
     if kind in nested:
         own = dict(nested[kind])
     elif is_four:
@@ -162,8 +200,20 @@ def _rope_of(config, kind: str, is_four: bool) -> dict[str, Any]:
 
 def _four(config, windows) -> dict[str, Any]:
     """What only Gemma 4 has; absent keys take the class's defaults."""
-    full = next(i for i, w in enumerate(windows) if w is None)
-    own = (config.get("per_layer_config") or {}).get(str(full), {})
+    each = config.get("per_layer_config") or {}
+    own = next(iter(each.values()), {})
+    full = {str(i) for i, w in enumerate(windows) if w is None}
+    known = {"head_dim", "num_key_value_heads"}
+    if each and (set(each) != full or any(e != own for e in each.values())):
+        raise NotImplementedError(
+            f"per_layer_config must say the same of all full layers ({', '.join(full)})"
+            f" and of no other; it has {', '.join(each)}."
+        )
+    if more := set(own) - known:
+        raise NotImplementedError(
+            f"{more.pop()} of per_layer_config is not supported; only "
+            f"{' and '.join(sorted(known))} are."
+        )
     equal = bool(config.get("attention_k_eq_v", False))
     kv = own.get("num_key_value_heads", config.get("num_global_key_value_heads"))
     experts = bool(config.get("enable_moe_block", False))
@@ -172,7 +222,7 @@ def _four(config, windows) -> dict[str, Any]:
         2 * config["intermediate_size"],
     )
     doubled = bool(shared and config.get("use_double_wide_mlp", False))
-    P = config.get("hidden_size_per_layer_input", 256)
+    P = config["hidden_size_per_layer_input"] or 0
     return {
         "full_kv_heads": kv if equal else None,
         "full_head_width": own.get("head_dim", config.get("global_head_dim", 512)),
@@ -341,9 +391,16 @@ def assistant_config(
 ) -> GemmaConfig:
     """The layers of an assistant's config.json: none has keys of its own."""
     inner = dict(config["text_config"])
-    if inner.get("hidden_size_per_layer_input") or inner.get("enable_moe_block"):
+    for key in ("hidden_size_per_layer_input", "enable_moe_block"):
+        if inner.get(key):
+            raise NotImplementedError(
+                f"{key} {inner[key]!r} of an assistant is not supported; the released "
+                "ones have none."
+            )
+    if config.get("tie_word_embeddings", True) is False:
         raise NotImplementedError(
-            "an assistant with per-layer inputs or experts is not supported."
+            "an assistant whose head is not its table (tie_word_embeddings false) is "
+            "not supported; the released ones are tied."
         )
     inner |= {
         "hidden_size_per_layer_input": 0,
