@@ -447,5 +447,6 @@ def test_a_recurrent_head_in_float32_reads_states_in_half_precision():
     before, h = jnp.zeros((1, 3), jnp.int32), jnp.zeros((1, 3, 8))
     train = SequentialHead.train
     params = head.init(jax.random.key(0), before, h, method=train)
-    out = head.apply(params, before, h.astype(jnp.bfloat16), method=train)
+    with jax.numpy_dtype_promotion("standard"):  # as outside the tests
+        out = head.apply(params, before, h.astype(jnp.bfloat16), method=train)
     assert out[0].shape == (1, 3, 11) and out[0].dtype == jnp.float32
