@@ -36,8 +36,9 @@ into a segment are not known before the draw.
 
 Departs from the code: anchors before the text and rows without a label are never drawn
 (speculators has the former, and keeps at most so many anchors); a row counts if the
-token it reads past, x_{a+d+1}, is to be learned, its label behind it or not; no noise on features; the draft vocabulary is the
-target's; weights start as normal noise of deviation 0.02, F* of deviation 1.
+token it reads past, x_{a+d+1}, is to be learned, its label behind it or not; no noise
+on features; the draft vocabulary is the target's; weights start as normal noise of
+deviation 0.02, F* of deviation 1.
 """
 
 import dataclasses
