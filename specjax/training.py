@@ -267,6 +267,11 @@ class Checkpoints:
             return self.manager.restore(step, args=self.ocp.args.Composite(**items))
         except (ValueError, KeyError, OSError) as error:
             cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            if "shape" in cause:
+                raise ValueError(
+                    f"{self.manager.directory} holds a run of another net "
+                    f"({cause[:120]}); name a new folder."
+                ) from None
             raise ValueError(
                 f"the checkpoint {self.manager.directory / str(step)} is damaged "
                 f"({cause[:120]}); delete it to go on from the one before."

@@ -122,6 +122,14 @@ def test_a_finished_run_goes_on_by_nothing(pretrained, straight, tmp_path):
     same(params, straight[1])
 
 
+def test_a_run_of_another_net_is_no_damaged_file(pretrained, straight, tmp_path):
+    """The fields are the same, the code has changed."""
+    folder, start = copy(straight, tmp_path), straight[1]
+    wider = jax.tree.map(lambda x: jnp.pad(x, [(0, 1)] * x.ndim), start)
+    with pytest.raises(ValueError, match="run of another net.*name a new folder"):
+        train(pretrained, DRAFTER, TEXTS, CONFIG, folder=folder, params=wider)
+
+
 def test_a_killed_save_leaves_the_one_before(pretrained, straight, tmp_path):
     """Checkpoint 10 was being written: a temporary folder, no final one."""
     folder, log = copy(straight, tmp_path), Log()

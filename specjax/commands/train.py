@@ -171,6 +171,11 @@ class Train:
             )
         except ModuleNotFoundError as error:
             print(f"no figure: {error}", file=sys.stderr)
+        if not log.last:
+            print(
+                f"{out} holds this run, done: nothing was trained. After a change of "
+                "the drafter's code give a new --out."
+            )
         tau = f"expected tau {log.last['tau']:.2f}, " if "tau" in log.last else ""
         folder = out / "drafter"
         print(
