@@ -112,6 +112,11 @@ def _digest(tree: Any) -> str:
     return digest.hexdigest()
 
 
+def _shapes(params: Params) -> list[str]:
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return [f"{jax.tree_util.keystr(path)} {x.shape}" for path, x in leaves]
+
+
 def cache_features(
     folder: str | pathlib.Path,
     pretrained: Pretrained,
@@ -267,11 +272,6 @@ class Checkpoints:
             return self.manager.restore(step, args=self.ocp.args.Composite(**items))
         except (ValueError, KeyError, OSError) as error:
             cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            if "shape" in cause:
-                raise ValueError(
-                    f"{self.manager.directory} holds a run of another net "
-                    f"({cause[:120]}); name a new folder."
-                ) from None
             raise ValueError(
                 f"the checkpoint {self.manager.directory / str(step)} is damaged "
                 f"({cause[:120]}); delete it to go on from the one before."
@@ -325,6 +325,7 @@ def train(
                 "texts": _digest((texts.tokens, texts.mask)),
                 "target": pretrained.name,
                 "weights": _digest(pretrained.params),
+                "shapes": hashlib.sha256(str(_shapes(weights)).encode()).hexdigest(),
             }
             keeper = Checkpoints(pathlib.Path(folder) / "checkpoints", about)
             stack.callback(keeper.close)
