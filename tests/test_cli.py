@@ -482,6 +482,10 @@ BAD = {
         ("train", "gemma4_mtp", "--target", "TOY", "--clusters", "8"),
         "--init FOLDER",
     ),
+    "clusters of a drafter with none": (
+        ("train", "medusa", "--target", "TOY", "--init", "MEDUSA", "--clusters", "8"),
+        "--init FOLDER",
+    ),
     "train with another drafter's start": (
         ("train", "draft_model", "--target", "TOY", "--init", "MEDUSA"),
         "medusa",

@@ -315,6 +315,29 @@ def test_levels_of_a_grown_tree_are_drawn_independently():
     assert testing.chi_square(counts, np.outer(*laws)) > testing.FALSE_ALARM
 
 
+def test_a_node_is_fed_the_output_of_its_own_parent_and_row():
+    """The output is the path as a number, by which the law is known."""
+    tree, anchor = Tree((-1, 0, 0, 1, 2, 2, 4, 5, 7)), np.float32([1, 2])
+
+    def law(code):
+        base = np.arange(V, dtype=np.float32).reshape(*[1] * code.ndim, V)
+        return 3 * jnp.sin(1 + 0.9 * base + code[..., None])
+
+    def step(carry, tokens, above, sees, level):
+        code = V * above + tokens.astype(jnp.float32)
+        return law(code), code, carry
+
+    args = jnp.asarray(anchor), step, None, Sampling()
+    grow = lambda keys: draft_tree.grow_from(tree, law(args[0]), *args, keys)[0]
+    draft = jax.jit(grow)(jax.random.split(jax.random.key(0), 2))
+    for b, code in enumerate(anchor):
+        codes = [code]
+        for parent, token in zip(tree.parents[1:], draft.tokens[b], strict=True):
+            codes.append(V * codes[parent] + float(token))
+        right = jax.nn.softmax(law(jnp.asarray(codes)), axis=-1)
+        np.testing.assert_allclose(draft.probs[b], right[tree.inner], atol=1e-5)
+
+
 def test_the_node_above_is_an_earlier_slot():
     sees = jnp.asarray([[[1, 0, 0, 0], [0, 1, 0, 0]]], bool)
     assert draft_tree.above(sees, jnp.asarray(0)).tolist() == [[0, 0]]

@@ -389,6 +389,29 @@ def test_a_node_of_a_tree_has_the_law_of_its_own_path(head):
         np.testing.assert_allclose(draft.confidence[0, row], sure, atol=1e-6)
 
 
+def test_codes_of_the_gated_and_of_the_recurrent_head_by_hand():
+    rng = np.random.default_rng(0)
+    w1, w2, gate = (rng.normal(size=s) for s in ((V, R), (V, R), (R, D + R)))
+    joint, bias, h, s = (rng.normal(size=x) for x in ((3, R, 2 * R + D), (3, R), D, R))
+    sigmoid, w = lambda x: 1 / (1 + np.exp(-x)), w1[7]
+    gated = sigmoid(gate @ [*h, *w] + bias[0]) * w
+    g, u, o = joint @ [*s, *w, *h] + bias
+    right = {
+        "gated": (s, gated),
+        "rnn": (sigmoid(g) * s + (1 - sigmoid(g)) * np.tanh(u), np.tanh(o)),
+    }
+    params = {"w1": w1, "w2": w2, "gate": gate, "gate_bias": bias[0]}
+    params |= {"joint": joint, "joint_bias": bias}
+    params |= {"confidence": np.zeros(D + R), "confidence_bias": np.zeros(1)}
+    params, h, s = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (params, h, s))
+    for kind, wanted in right.items():
+        head = SequentialHead(kind, R, D, V)
+        args = {"params": params}, s[None], jnp.array([7]), h[None]
+        found = head.apply(*args, method=SequentialHead.code)
+        for a, b in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(a[0], b, atol=1e-5)
+
+
 def test_a_dynamic_tree_has_no_confidence_and_the_tree_of_the_laws():
     d = drafter(topology=DynamicTree(num_nodes=6, depth=3, width=2))
     draft = propose("vanilla", GREEDY, d)

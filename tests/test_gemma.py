@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import drafters, kv_cache, targets, testing
+from specjax import drafters, gemma, kv_cache, targets, testing
 from specjax.generate import Model, Weights, autoregressive, generate
 from specjax.layers import Rope, attend
 from specjax.sampling import GREEDY
@@ -217,6 +217,8 @@ def test_a_multimodal_file_is_read_for_its_text(tmp_path):
         n.replace("model.", "model.language_model.", 1): t
         for n, t in tensors(B).items()
     }
+    untied = convert.config_from_hf(outer | {"tie_word_embeddings": False})
+    assert own.target.config.tie_embeddings and not untied.tie_embeddings
     stored["model.vision_tower.patch.weight"] = np.zeros((2, 2), np.float32)
     folder = folders.write(tmp_path / "multi", outer, stored)
     found = targets.from_folder(folder)
@@ -253,6 +255,21 @@ def test_defaults_are_those_of_the_classes():
     )
     assert [w is None for w in three.windows] == [False] * 5 + [True, False]
     assert three.query_scale == 256**-0.5 and three.softcap is None
+    other = convert.config_from_hf(GEMMA3 | {"query_pre_attn_scalar": 64})
+    assert other.query_scale == 1 / 8 and other.head_width == 16
+    # Full layers with values of their own have as many kv heads as the local ones.
+    apart = convert.config_from_hf(A | {"num_global_key_value_heads": 1})
+    assert apart.kind(True).num_kv_heads == 2
+
+
+def test_a_norm_multiplies_before_it_rounds():
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.normal(1, 0.2, s), jnp.float32) for s in ((8, 16), 16))
+    found, right = (
+        gemma.Norm(1e-6).apply({"params": {"scale": w}}, x)
+        for x in (x.astype(jnp.bfloat16), x.astype(jnp.bfloat16).astype(jnp.float32))
+    )
+    np.testing.assert_array_equal(found, right.astype(jnp.bfloat16))
 
 
 def test_a_sparse_multimodal_config_takes_the_classes_defaults():

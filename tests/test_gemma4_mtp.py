@@ -11,6 +11,7 @@ import pytest
 from test_gemma import IDS, A, B, F, S, load
 
 from specjax import checkpoints, kv_cache, testing, training
+from specjax.drafters import base
 from specjax.drafters.gemma4_mtp import Gemma4MTP, with_clusters
 from specjax.generate import Model, Weights, advance, autoregressive, generate, start
 from specjax.mla import DeepSeekConfig
@@ -334,7 +335,7 @@ def test_loss_and_acceptance_by_hand():
     shared = target.shared(params)
     batch = batch_of(target, params, drafter)
     mask = np.zeros(TEXT.shape, bool)
-    mask[0, 5:9], mask[1, 10] = True, True
+    mask[0, 2:4], mask[0, 5:9], mask[1, 10] = True, True, True
     batch = dataclasses.replace(batch, mask=jnp.asarray(mask))
     loss, logs = jax.jit(drafter.loss)(weights, shared, batch, jax.random.key(0))
 
@@ -344,10 +345,23 @@ def test_loss_and_acceptance_by_hand():
     for k, z in enumerate(unrolled(drafter, weights, shared, batch, 2), 1):
         q = np.asarray(drafter.logits(weights, jnp.asarray(z)))
         rows = np.argwhere(mask[:, 1 + k :]).tolist()
+        seen = [(b, t) for b, t in rows if t % base.THIN == 0]
+        both = [np.minimum(law(b, t + k), softmax(q[b, t])).sum() for b, t in seen]
+        assert len(seen) == 3 - k  # of both texts, then of the first
+        np.testing.assert_allclose(logs["alpha"][k - 1], np.mean(both), rtol=1e-5)
         ce = [-(law(b, t + k) * np.log(softmax(q[b, t]))).sum() for b, t in rows]
         means.append(np.mean(ce))
     np.testing.assert_allclose(loss, (means[0] + 0.8 * means[1]) / 1.8, rtol=1e-5)
     np.testing.assert_allclose(logs["ce"], means, rtol=1e-5)
+
+
+def test_all_drafted_steps_are_judged_however_few_are_trained():
+    target, params, drafter, weights = kit(gamma=2)
+    drafter, of = dataclasses.replace(drafter, unroll=1), jax.eval_shape
+    batch = of(lambda: batch_of(target, params, drafter))
+    key = jax.random.key(0)
+    _, logs = of(drafter.loss, weights, target.shared(params), batch, key)
+    assert logs["ce"].shape == (1,) and logs["alpha"].shape == (2,)
 
 
 # --- clusters
@@ -359,10 +373,24 @@ def test_all_clusters_scored_are_the_whole_head():
     z = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 8)), jnp.float32)
     dense, found = drafter.logits(weights, z), clustered.logits(more, z)
     np.testing.assert_allclose(found, dense, atol=1e-5)
+    rows = np.asarray(weights["head"])[clustered.clusters]
+    np.testing.assert_allclose(more["centroids"], rows.mean(1), atol=1e-6)
     few = dataclasses.replace(clustered, num_scored=2).logits(more, z)
     assert np.all(np.isfinite(few).sum(-1) == 2 * 4)
     kept = np.isfinite(few)
     np.testing.assert_allclose(few[kept], dense[kept], atol=1e-5)
+
+
+def test_centroids_learn_the_targets_mass_of_their_own_cluster():
+    _, _, drafter, weights = kit()
+    drafter, weights = with_clusters(drafter, weights, 6, 2)
+    rng = np.random.default_rng(0)
+    z, p = rng.normal(size=(1, 2, 8)), rng.dirichlet(np.ones(24), (1, 2))
+    scores = z @ np.asarray(weights["centroids"]).T
+    log = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
+    right = -(p[..., np.asarray(drafter.clusters)].sum(-1) * log).sum(-1)
+    z, p = jnp.asarray(z, jnp.float32), jnp.asarray(p, jnp.float32)
+    np.testing.assert_allclose(drafter._distance(weights, z, p), right, rtol=1e-5)
 
 
 def test_a_drafter_with_clusters_trains_its_centroids_alone():
@@ -448,6 +476,10 @@ def test_other_targets_are_refused():
     model = Model(other, drafter, GREEDY)
     with pytest.raises(ValueError, match="2 kv heads of width 8; layer 2"):
         generate(model, Weights(tables, weights), [[1, 2]], max_new_tokens=4)
+    one, x = (jnp.zeros((1, 1, 3, 8)),) * 2, jnp.zeros((1, 3, 16))
+    batch = base.Batch(TEXT[:1, :3], TEXT[:1, :3] > 0, x, x, (one, one))
+    with pytest.raises(ValueError, match="2 kv heads of width 8; layer 2"):
+        drafter.states(weights, other.shared(tables), batch, 1)
 
 
 def test_an_assistant_without_its_order_and_another_model_are_refused(tmp_path):

@@ -22,7 +22,7 @@ from specjax.drafters.pard import Pard
 from specjax.generate import Model, Weights, autoregressive, generate
 from specjax.sampling import GREEDY, Sampling
 from specjax.targets.llama import Llama
-from specjax.transformer import tables
+from specjax.transformer import Shared, tables
 
 MASK = 31
 TEXT = [3, 7, 1, 9, 5, 27, 29]
@@ -186,6 +186,32 @@ def test_a_row_of_training_is_the_row_of_the_draft(rate):
         text = [*batch.tokens[0, : a + 1].tolist(), *[MASK] * 12][:12]
         right = plain_logits(weights(), jnp.array([text]))[0, a + d]
         np.testing.assert_allclose(logits[0, i], right, atol=2e-5)
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_what_is_logged_is_the_overlap_with_the_law_of_each_label(offset):
+    """Anchors 0 and 8 of 10 tokens; behind 8 some labels lie past the text."""
+    (B, T, D, V), rng = (2, 10, 3, 5), np.random.default_rng(offset)
+    guess, hidden = rng.normal(size=(T, D, V)), rng.normal(size=(B, T, V))
+    mask = (np.arange(T) != [[2], [T]]).tolist()  # the first text has a hole
+    law = lambda x: np.exp(x) / np.exp(x).sum()
+    alphas, survivals = [[] for _ in range(D)], [[] for _ in range(D)]
+    for b, a in ((b, a) for b in range(B) for a in (0, 8)):
+        kept = 1.0
+        for d, label in enumerate(range(a + 1 + offset, min(a + D + 1 + offset, T))):
+            both = np.minimum(law(guess[a, d]), law(hidden[b, label - 1])).sum()
+            kept *= both * mask[b][label]
+            alphas[d] += [both] * mask[b][label]
+            survivals[d] += [kept] * mask[b][label]
+    as_jax = lambda x: jnp.asarray(x, jnp.float32)
+    mask, hidden = jnp.asarray(mask), as_jax(hidden)
+    batch = Batch(jnp.zeros((B, T), jnp.int32), mask, hidden, hidden)
+    logits = lambda rows, at: as_jax(guess)[rows.anchor[:, at], rows.depth[:, at]]
+    shared = Shared(jnp.eye(V), jnp.eye(V))
+    logs = jax.jit(lambda: parallel.judge(logits, shared, batch, D, offset))()
+    mean = lambda lists: [np.mean(x) if x else 0 for x in lists]
+    np.testing.assert_allclose(logs["alpha"], mean(alphas), rtol=1e-5)
+    np.testing.assert_allclose(logs["survival"], mean(survivals), rtol=1e-5)
 
 
 def test_a_draft_may_be_longer_than_what_was_trained():

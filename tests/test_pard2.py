@@ -5,6 +5,7 @@ The models are those of `test_draft_model`; the last two states of the target ar
 
 import dataclasses
 import functools
+from unittest import mock
 
 import golden
 import jax
@@ -142,10 +143,14 @@ def test_a_text_loses_its_features_all_at_once_and_as_often_as_asked():
     seen = dataclasses.replace(drafter, gate=0.0)
     hidden = dataclasses.replace(batch, features=jnp.zeros_like(batch.features))
     both = [float(loss(seen, weights(), b)[1]["kd"]) for b in (batch, hidden)]
-    mixed = float(loss(drafter, weights(), batch)[1]["kd"])
+    look = lambda *args: {"judged": args[-1].features}
+    with mock.patch.object(Pard2, "judge", look):
+        logs = loss(drafter, weights(), batch)[1]
+    mixed = float(logs["kd"])
     share = (mixed - both[0]) / (both[1] - both[0])
     assert share * 32 == pytest.approx(round(share * 32), abs=0.02)  # whole texts
     assert 6 <= round(share * 32) <= 26
+    np.testing.assert_array_equal(logs["judged"], batch.features)  # as it drafts
 
 
 def test_states_are_spread_over_the_target_as_published():

@@ -106,6 +106,13 @@ def test_two_rounds_pass_before_a_capacity_is_used():
     assert found == [1, 1, 3, 0]
 
 
+def test_a_row_that_has_ended_takes_nothing_of_a_budget():
+    draft = Draft(jnp.zeros((2, 3), jnp.int32), probs=None, confidence=array(C))
+    policy, is_live = Delayed(tuple(SMOOTH), first=2), jnp.array([False, True])
+    ours, _ = scheduler.stop(policy, policy.init(), draft, Tree.chain(3), is_live)
+    assert np.sum(ours.tokens != PAD, axis=1).tolist() == [0, 2]
+
+
 # Laws of toy models: functions of the tokens so far.
 
 

@@ -92,6 +92,9 @@ def test_a_run_logs_every_step_and_keeps_two_checkpoints(straight):
     }
     survival = [log[1]["survival_1"], log[1]["survival_2"]]
     assert log[1]["tau"] == pytest.approx(1 + sum(survival))
+    for values in log.values():  # what is measured is of the step's own weights
+        loss = 0.8 * values["ce_1"] + 0.8**2 * values["ce_2"]
+        assert values["loss"] == pytest.approx(loss, rel=1e-4)
     assert steps(folder) == [9, 10]
 
 
@@ -327,6 +330,24 @@ def test_cached_features_are_those_computed_on_the_fly(pretrained, tmp_path):
         np.testing.assert_array_equal(found, rounded)
     again = build(tmp_path / "c", pretrained, taps)
     np.testing.assert_array_equal(again.features, cache.features)
+
+
+def test_cached_keys_and_values_are_those_of_their_layer_and_row(pretrained, tmp_path):
+    layers, rows = {"kv_layers": (0, 1)}, np.array([9, 0])
+    cache = build(tmp_path / "c", pretrained, **layers)
+    run = functools.partial(training.features, pretrained.target, (-1,), **layers)
+    live = jax.jit(run)(pretrained.params, TEXTS.tokens, TEXTS.mask)
+    empty = pretrained.target.init_cache(len(TEXTS), 16)
+    own = jax.jit(pretrained.target)(pretrained.params, TEXTS.tokens, empty).cache
+    same(live.kv, tuple(zip(own.k, own.v, strict=True)))
+    again = build(tmp_path / "c", pretrained, **layers)
+    for stored in (cache, again):
+        found = stored.batch(TEXTS, rows).kv
+        right = jax.tree.map(lambda x: x[rows], live.kv)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2**-8, atol=1e-5)
+    with pytest.raises(ValueError, match="is no feature cache of these texts"):
+        build(tmp_path / "c", pretrained, kv_layers=(1, 0))
 
 
 def test_training_from_the_cache_follows_training_without(

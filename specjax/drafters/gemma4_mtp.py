@@ -139,8 +139,8 @@ class Gemma4MTP:
             )
             if not 1 <= self.num_scored <= self.num_clusters:
                 raise ValueError(
-                    f"gemma4_mtp scores 1 to {self.num_clusters} clusters, got "
-                    f"num_scored={self.num_scored}."
+                    f"gemma4_mtp scores 1 to {self.num_clusters} clusters "
+                    f"(--clusters-scored), got num_scored={self.num_scored}."
                 )
         elif self.num_clusters:
             raise ValueError(
