@@ -323,6 +323,7 @@ def test_a_step_sees_nothing_of_what_comes_after_it():
 @pytest.mark.parametrize(("more_keys", "first"), [(0, 5), (1, 4)])
 def test_local_layers_see_the_window_and_full_ones_all(more_keys, first):
     _, _, drafter, _ = kit()
+    assert drafter.sources == (2, 2, 2, 3)  # the last layer but one, and the last
     drafter = dataclasses.replace(small_window(drafter, 3), more_keys=more_keys)
     local, full = drafter.blocks(jnp.array([[8]]), 12)
     assert np.flatnonzero(local.mask[0, 0]).tolist() == list(range(first, 8))
