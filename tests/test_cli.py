@@ -486,6 +486,10 @@ BAD = {
         ("train", "medusa", "--target", "TOY", "--init", "MEDUSA", "--clusters", "8"),
         "--init FOLDER",
     ),
+    "fields beside a start that has its own": (
+        ("train", "medusa", "--target", "TOY", "--init", "MEDUSA", "--field", "gama=3"),
+        "--field gama=3: --init keeps",
+    ),
     "train with another drafter's start": (
         ("train", "draft_model", "--target", "TOY", "--init", "MEDUSA"),
         "medusa",

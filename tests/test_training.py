@@ -129,7 +129,7 @@ def test_a_run_of_another_net_is_no_damaged_file(pretrained, straight, tmp_path)
     """The fields are the same, the code has changed."""
     folder, start = copy(straight, tmp_path), straight[1]
     wider = jax.tree.map(lambda x: jnp.pad(x, [(0, 1)] * x.ndim), start)
-    with pytest.raises(ValueError, match="other settings .shapes"):
+    with pytest.raises(ValueError, match="other settings"):
         train(pretrained, DRAFTER, TEXTS, CONFIG, folder=folder, params=wider)
 
 

@@ -133,6 +133,11 @@ class Train:
                     f"{self.init} holds a {name} drafter, not {self.drafter}; name "
                     "that one or start from another folder."
                 )
+            elif self.field:
+                raise ValueError(
+                    f"--field {self.field[0]}: --init keeps the fields of the drafter "
+                    "that it starts from; leave out one of the two."
+                )
         else:
             drafter = self._make(cls, cls.for_target, pretrained)
         drafter, params = self._clustered(drafter, params)
