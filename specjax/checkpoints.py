@@ -113,7 +113,8 @@ def load(
     if not (folder / "drafter.json").is_file():
         raise FileNotFoundError(
             f"no drafter in {folder}: it needs drafter.json and drafter.safetensors, "
-            "as `specjax train` writes them."
+            "as `specjax train` writes them, or a published assistant's config.json "
+            "and weights."
         )
     try:
         stored = json.loads((folder / "drafter.json").read_text())

@@ -282,6 +282,19 @@ class Checkpoints:
         self.manager.close()
 
 
+def _about(pretrained, drafter, texts: Texts, config, weights) -> dict[str, Any]:
+    """What a run must share with the one that left a checkpoint, to go on from it."""
+    return {
+        "drafter": type(drafter).__name__,
+        "fields": json.loads(json.dumps(dataclasses.asdict(drafter))),
+        "config": dataclasses.asdict(config),
+        "texts": _digest((texts.tokens, texts.mask)),
+        "target": pretrained.name,
+        "weights": _digest(pretrained.params),
+        "shapes": hashlib.sha256(str(_shapes(weights)).encode()).hexdigest(),
+    }
+
+
 def train(
     pretrained: Pretrained,
     drafter: Any,
@@ -318,15 +331,7 @@ def train(
     last = min(config.steps, stop_after or config.steps)
     with contextlib.ExitStack() as stack:
         if folder is not None:
-            about = {
-                "drafter": type(drafter).__name__,
-                "fields": json.loads(json.dumps(dataclasses.asdict(drafter))),
-                "config": dataclasses.asdict(config),
-                "texts": _digest((texts.tokens, texts.mask)),
-                "target": pretrained.name,
-                "weights": _digest(pretrained.params),
-                "shapes": hashlib.sha256(str(_shapes(weights)).encode()).hexdigest(),
-            }
+            about = _about(pretrained, drafter, texts, config, weights)
             keeper = Checkpoints(pathlib.Path(folder) / "checkpoints", about)
             stack.callback(keeper.close)
             first, weights, state = keeper.restore(weights, state)

@@ -486,6 +486,10 @@ BAD = {
         ("train", "medusa", "--target", "TOY", "--init", "MEDUSA", "--clusters", "8"),
         "--init FOLDER",
     ),
+    "clusters scored of none": (
+        ("train", "gemma4_mtp", "--target", "TOY", "--clusters-scored", "2"),
+        "--clusters makes; give it too",
+    ),
     "fields beside a start that has its own": (
         ("train", "medusa", "--target", "TOY", "--init", "MEDUSA", "--field", "gama=3"),
         "--field gama=3: --init keeps",

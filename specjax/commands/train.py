@@ -34,7 +34,7 @@ class Train:
     # Part the table of a trained gemma4_mtp (--init) into so many clusters, and train
     # the centroids alone
     clusters: int | None = None
-    clusters_scored: int = 32  # clusters whose tokens a draft scores
+    clusters_scored: int | None = None  # whose tokens a draft scores; None: 32
     init: pathlib.Path | None = None  # folder of a trained drafter to start from
     feature_cache: pathlib.Path | None = None  # folder; built once, read each epoch
     out: pathlib.Path | None = None  # folder; a run found there goes on
@@ -155,15 +155,19 @@ class Train:
         from specjax.drafters import gemma4_mtp
 
         if self.clusters is None:
+            if self.clusters_scored is not None:
+                raise ValueError(
+                    f"--clusters-scored {self.clusters_scored} is of the clusters that "
+                    "--clusters makes; give it too."
+                )
             return drafter, params
         if self.drafter != "gemma4_mtp" or params is None:
             raise ValueError(
                 f"--clusters {self.clusters} parts the table of a trained drafter: "
                 "specjax train gemma4_mtp --init FOLDER --clusters C."
             )
-        return gemma4_mtp.with_clusters(
-            drafter, params, self.clusters, self.clusters_scored
-        )
+        scored = 32 if self.clusters_scored is None else self.clusters_scored
+        return gemma4_mtp.with_clusters(drafter, params, self.clusters, scored)
 
     def _report(self, log: "_TrainLog", target: str, out: pathlib.Path) -> None:
         from specjax import console, figures
