@@ -36,6 +36,7 @@ from rich.table import Table
 
 from specjax import checkpoints, corpus, targets
 from specjax.console import finite, write_json
+from specjax.drafters import base
 
 HERE = pathlib.Path(__file__).parent
 PACKAGES = ("specjax", "jax", "jaxlib", "flax", "optax", "numpy")
@@ -158,9 +159,12 @@ def read(script: str, name: str = "default") -> Rows:
 def load_drafters(
     names: Sequence[str], target: str, pretrained: targets.Pretrained
 ) -> dict[str, tuple[Any, Any]]:
-    """Drafters with parameters, by shipped name or folder; all shipped if none."""
+    """Drafters with parameters, by shipped name or folder; all shipped if none.
+
+    But for those that were trained together with their target.
+    """
     shipped = checkpoints.shipped(target)
-    names = names or list(shipped)
+    given, names = names, names or list(shipped)
     if not names:
         raise FileNotFoundError(
             f"no drafter is shipped for target {target!r}; train one with "
@@ -171,7 +175,13 @@ def load_drafters(
     for spec in names:
         folder = shipped.get(spec, pathlib.Path(spec))
         name, drafter, params = checkpoints.load(folder, shared, pretrained.dtype)
-        loaded[name] = (drafter, params)
+        if base.joint(drafter) is None:
+            loaded[name] = (drafter, params)
+        elif spec in given:
+            raise ValueError(
+                f"{spec} was trained together with its target, here all share one; "
+                "measure it with `specjax bench`."
+            )
     return loaded
 
 

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import drafters, targets
+from specjax import drafters, joint, targets
+from specjax.drafters import base
 from specjax.drafters.gemma4_mtp import Gemma4MTP
 from specjax.drafters.mtp import MTP
 from specjax.mla import DeepSeekConfig
@@ -127,6 +128,9 @@ def load(
         drafter = record_from(cls, config)
     except TypeError as error:  # a field is absent or of another type
         raise ValueError(f"the drafter in {folder} is damaged: {error}.") from None
+    moved = {}
+    if base.joint(drafter) is not None:
+        tensors, moved = joint.part(tensors)
     want = jax.eval_shape(lambda s: drafter.init(jax.random.key(0), s), shared)
     leaves, structure = jax.tree_util.tree_flatten_with_path(want)
     paths = [".".join(str(getattr(k, "key", k)) for k in path) for path, _ in leaves]
@@ -142,7 +146,8 @@ def load(
             f"{sorted(missing)}, not used {sorted(extra)}, other shapes {wrong}."
         )
     arrays = [jnp.asarray(tensors[p], dtype) for p in paths]
-    return name, drafter, jax.tree_util.tree_unflatten(structure, arrays)
+    params = jax.tree_util.tree_unflatten(structure, arrays)
+    return name, drafter, params | jax.tree.map(lambda x: jnp.asarray(x, dtype), moved)
 
 
 def inside(

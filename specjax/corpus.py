@@ -8,6 +8,7 @@ so that a drafter can be trained with no data set at all.
 
 import dataclasses
 import json
+import math
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -42,6 +43,16 @@ class Texts:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def part(self, share: float) -> tuple["Texts", "Texts"]:
+        """All but the last `share` of the texts, and those; one at least in each."""
+        at = min(len(self) - 1, math.ceil(len(self) * (1 - share)))
+        if at < 1:
+            raise ValueError("one text cannot be parted; give two or more.")
+        return (
+            Texts(self.tokens[:at], self.mask[:at]),
+            Texts(self.tokens[at:], self.mask[at:]),
+        )
 
     def batch(self, step: int, batch_size: int, seed: int) -> np.ndarray:
         """Row numbers of a step: each epoch is a new permutation, nothing is kept.

@@ -24,6 +24,7 @@ import ml_dtypes
 import numpy as np
 import optax
 
+from specjax import joint
 from specjax.corpus import Texts
 from specjax.drafters import base
 from specjax.drafters.base import Batch
@@ -215,6 +216,8 @@ def train_step(
     value, grads = jax.value_and_grad(loss)(params)
     norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
     updates, moved = config.optimiser().update(grads, state, params)
+    if isinstance(drafter, joint.Learner):
+        updates = drafter.scale_updates(updates)
     empty = norm == 0
     keep = lambda new, old: jnp.where(empty, old, new)
     params = jax.tree.map(keep, optax.apply_updates(params, updates), params)
@@ -311,12 +314,20 @@ def train(
 
     Args:
       folder: checkpoints go to its `checkpoints/`, and a run found there goes on.
-      params: a warm start; None initialises by the drafter's own rule.
+      params: a warm start; None initialises by the drafter's own rule. A drafter that
+        is trained together with its target (`joint`) gets an adapter if it has none.
       log: called every `log_every` steps with loss, alpha by position, tau, tokens/s.
       stop_after: ends early at this step with a checkpoint, as a killed run would.
     """
     init_key, run_key = jax.random.split(jax.random.key(config.seed))
     shared = pretrained.target.shared(pretrained.params)
+    learner, context = drafter, lambda step: shared
+    if base.joint(drafter) is not None:
+        learner = joint.Learner(drafter, pretrained.target)
+        params = learner.start(init_key, shared, pretrained.params, params)
+        context = lambda step: joint.Context(
+            shared, pretrained.params, jnp.float32(step / config.steps)
+        )
     if params is None:
         params = jax.jit(drafter.init)(init_key, shared)
     copy = lambda x: jnp.array(x, jnp.float32)  # donated below
@@ -347,9 +358,11 @@ def train(
             done = step + 1
             logs = done % config.log_every == 0 or done == last
             saves = keeper and (done % config.save_every == 0 or done == last)
-            seen = measure(drafter, weights, shared, batch, key) if logs else {}
+            seen = {}
+            if logs:
+                seen = measure(learner, weights, context(step), batch, key)
             weights, state, metrics = train_step(
-                drafter, config, weights, state, shared, batch, key
+                learner, config, weights, state, context(step), batch, key
             )
             tokens_seen += int(texts.mask[rows].sum())
             if logs:

@@ -31,7 +31,7 @@ class Generate:
     def run(self) -> None:
         import jax
 
-        from specjax import checkpoints, console, metrics, targets
+        from specjax import checkpoints, console, joint, metrics, targets
         from specjax.drafters.none import NoDrafter
         from specjax.generate import Model, Weights, stream
         from specjax.sampling import Sampling
@@ -55,6 +55,7 @@ class Generate:
                     raise ValueError(f"{flag} {value}: there is no drafter to use it.")
         else:
             name, drafter, params = common.load_drafter(spec, self.target, pretrained)
+            pretrained = joint.tuned(pretrained, drafter, params)
             drafter = common.with_gamma(drafter, self.gamma)
             drafter = common.with_tree(drafter, self.tree)
 

@@ -11,6 +11,8 @@ from tyro.conf import Positional
 
 from specjax.commands import common
 
+HELD_OUT = 0.0625  # share of the texts that judges a target that is trained too
+
 
 @dataclasses.dataclass(frozen=True)
 class Train:
@@ -41,7 +43,7 @@ class Train:
     json: pathlib.Path | None = None  # last metrics
 
     def run(self) -> None:
-        from specjax import checkpoints, drafters, targets, training
+        from specjax import checkpoints, drafters, joint, targets, training
         from specjax.drafters import base
 
         drafters.get(self.drafter)  # an unknown name says which are known
@@ -64,6 +66,9 @@ class Train:
         texts = self._texts(pretrained, out)
         if self.draft_vocab is not None:
             drafter = _reduced(drafter, texts, self.draft_vocab)
+        held = None
+        if base.joint(drafter) is not None:
+            texts, held = texts.part(HELD_OUT)
         cache = None
         if self.feature_cache:
             print(f"features of {len(texts)} texts -> {self.feature_cache}")
@@ -93,6 +98,16 @@ class Train:
         }
         if self.init:
             about["init"] = self.init.name
+        if held is not None:
+            moved = joint.tuned(pretrained, drafter, params)
+            about["quality"] = joint.quality(pretrained, moved, held)
+            print(
+                "the target was trained too: on {} held-out texts KL {kl:.4f} nats a "
+                "token from what it was, the same choice at {agreement:.1%}, loss "
+                "{loss_before:.4f} -> {loss_after:.4f}".format(
+                    len(held), **about["quality"]
+                )
+            )
         checkpoints.save(out / "drafter", self.drafter, drafter, params, about=about)
         self._report(log, pretrained.name, out)
 

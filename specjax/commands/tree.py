@@ -25,7 +25,7 @@ class FindTree:
     max_new_tokens: int = 96
 
     def run(self) -> None:
-        from specjax import corpus, search, targets, tree
+        from specjax import corpus, joint, search, targets, tree
 
         common.check_writable(self.out)
         common.check_range("--nodes", self.nodes, 2)
@@ -37,6 +37,7 @@ class FindTree:
         name, drafter, params = common.load_drafter(
             self.drafter, self.target, pretrained
         )
+        pretrained = joint.tuned(pretrained, drafter, params)
         tokenizer = pretrained.tokenizer
         halves = [], []
         for task, prompts in corpus.shipped_prompts(self.tasks).items():

@@ -3,6 +3,7 @@
 from typing import Any
 
 from specjax.drafters import (
+    blockwise,
     dflash,
     draft_model,
     dspark,
@@ -11,6 +12,7 @@ from specjax.drafters import (
     gemma4_mtp,
     hydra,
     medusa,
+    medusa2,
     mtp,
     p_eagle,
     pard,
@@ -20,7 +22,9 @@ from specjax.drafters.base import Drafter
 
 REGISTRY: dict[str, type[Drafter]] = {
     "draft_model": draft_model.DraftModel,
+    "blockwise": blockwise.Blockwise,
     "medusa": medusa.Medusa,
+    "medusa2": medusa2.Medusa2,
     "hydra": hydra.Hydra,
     "hydra_plus": hydra.HydraPlus,
     "eagle": eagle.Eagle,

@@ -11,7 +11,7 @@ verifier; the drafter owns a private `State` that the engine only carries:
 """
 
 import dataclasses
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -47,13 +47,40 @@ class Batch:
     kv: tuple[tuple[Array, Array], ...] = ()
 
 
+@dataclasses.dataclass(frozen=True)
+class Joint:
+    """How a drafter is trained together with its target; see `specjax.joint`."""
+
+    head_weight: float = 0.2  # lambda of the drafter's loss
+    schedule: Literal["constant", "linear", "sine"] = "constant"  # of lambda
+    heads_first: float = 0.5  # share of the steps in which the target stays
+    target_rate: float = 0.25  # learning rate of the target over the drafter's
+    distil: bool = True  # L_0 = KL from the first target; False: the data's CE
+    rank: int = 32  # r of the adapter
+    alpha: float = 16.0  # the adapter counts alpha / r
+
+    def __post_init__(self):
+        if self.rank < 1:
+            raise ValueError(f"an adapter needs rank >= 1, got {self.rank}.")
+        if not 0 <= self.heads_first <= 1:
+            raise ValueError(
+                f"heads_first is a share of the steps, got {self.heads_first}."
+            )
+        for name in ("head_weight", "target_rate", "alpha"):
+            if not getattr(self, name) > 0:
+                raise ValueError(
+                    f"joint training needs {name} > 0, got {getattr(self, name)}."
+                )
+
+
 @runtime_checkable
 class Drafter(Protocol):
     """See the module's docstring. Batch first; `keys` has one key a row.
 
     A drafter that attends to the target's own keys and values names the layers that it
     reads in a property `kv_layers`. It finds them in `shared.cache` when it drafts, the
-    committed text below the cache's length, and in `Batch.kv` when it is trained.
+    committed text below the cache's length, and in `Batch.kv` when it is trained. One
+    that is trained together with the target has a property `joint`, a `Joint`.
 
     The hidden word of the protocol is `length`: a row's committed tokens whose features
     the drafter has seen. The anchor is at that position and its features come only with
@@ -157,6 +184,11 @@ def kv_layers(drafter: Any) -> tuple[int, ...]:
     return getattr(drafter, "kv_layers", ())
 
 
+def joint(drafter: Any) -> Joint | None:
+    """How a drafter is trained together with its target; None for most: it is not."""
+    return getattr(drafter, "joint", None)
+
+
 def draw(
     sampling: Sampling, logits: Float[Array, "B *G V"], keys: Keys
 ) -> tuple[Int[Array, "B *G"], Float[Array, "B *G V"]]:
@@ -241,6 +273,26 @@ def overlap(
     """sum_v min(p, q) = 1 - TV: the acceptance of a token drawn from q, eq. 1.4."""
     q, p = jax.nn.softmax(logits, axis=-1), jax.nn.softmax(target_logits, axis=-1)
     return jnp.sum(jnp.minimum(q, p), axis=-1)
+
+
+def head_losses(
+    logits: Float[Array, "B T G V"], shared: Shared, batch: Batch, depth: int
+) -> tuple[Float[Array, "G"], dict[str, Array]]:
+    """Mean cross-entropy of heads k = 1..G that guess x_{t+1+k}, and `acceptance`.
+
+    Acceptance is that of the first `depth` heads.
+    """
+    thin = lambda x: x[:, ::THIN]
+    ces, accepted, known = [], [], []
+    for k in range(1, logits.shape[2] + 1):
+        q, label = logits[:, :, k - 1], shift(batch.tokens, 1 + k)
+        wanted = shift(batch.mask, 1 + k)
+        ces.append(masked_mean(cross_entropy(q, label), wanted))
+        p = shared.logits(thin(shift(batch.hidden, k)))
+        accepted.append(overlap(thin(q), p))
+        known.append(thin(wanted))
+    stack = lambda xs: jnp.stack(xs[:depth], axis=-1)
+    return jnp.stack(ces), acceptance(stack(accepted), stack(known))
 
 
 THIN = 8  # acceptance is estimated from every 8th position: a softmax a head is dear

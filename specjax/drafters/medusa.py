@@ -156,18 +156,6 @@ class Medusa:
         """Eq. 3, each head averaged over the positions whose label is to be learned."""
         del key
         logits = self.logits(params, shared, batch.features, self.num_heads)
-        thin = lambda x: x[:, :: base.THIN]
-        ces, accepted, known = [], [], []
-        for k in range(1, self.num_heads + 1):
-            label = base.shift(batch.tokens, 1 + k)
-            wanted = base.shift(batch.mask, 1 + k)
-            q = logits[:, :, k - 1]
-            ces.append(base.masked_mean(base.cross_entropy(q, label), wanted))
-            p = shared.logits(thin(base.shift(batch.hidden, k)))
-            accepted.append(base.overlap(thin(q), p))
-            known.append(thin(wanted))
-        weights = self.decay ** jnp.arange(1, self.num_heads + 1, dtype=jnp.float32)
-        ce, depth = jnp.stack(ces), self.tree.depth
-        stack = lambda xs: jnp.stack(xs[:depth], axis=-1)
-        logs = base.acceptance(stack(accepted), stack(known))
-        return jnp.sum(weights * ce), {"ce": ce} | logs
+        ces, logs = base.head_losses(logits, shared, batch, self.tree.depth)
+        k = jnp.arange(1, self.num_heads + 1, dtype=jnp.float32)
+        return jnp.sum(self.decay**k * ces), {"ce": ces} | logs
