@@ -22,6 +22,7 @@ from specjax.commands.train import Train
 DATA = pathlib.Path(checkpoints.__file__).parent / "data" / "drafters"
 
 STEPS = {  # these learn slower than plain heads do
+    "blockwise": 1000,
     "dflash": 1000,
     "dspark": 800,
     "draft_model": 600,
@@ -29,12 +30,15 @@ STEPS = {  # these learn slower than plain heads do
     "eagle3": 600,
     "gemma4_mtp": 600,
     "hydra_plus": 600,
+    "medusa2": 400,
     "mtp": 600,
     "p_eagle": 400,
     "pard": 300,
     "pard2": 300,
 }
 FIELDS = {
+    "blockwise": ("hidden_width=160",),
+    "medusa2": ("rank=16",),
     # As many steps as it drafts, as the paper says; the norms of EAGLE-3.1 and a later
     # state, without which it is behind EAGLE-1 here (LOG).
     "eagle3": (
@@ -48,9 +52,17 @@ FIELDS = {
     "pard": ("gamma=4",),
     "pard2": ("gamma=4", "blocks=5"),
 }
-ADAPTED = {"pard": "draft_model", "pard2": "pard"}  # what a training starts from
+ADAPTED = {
+    "medusa2": "medusa",
+    "pard": "draft_model",
+    "pard2": "pard",
+}  # what a training starts from
 
-RATES = {"pard": 2e-3, "pard2": 2e-3}  # of weights that are trained already
+RATES = {
+    "medusa2": 2e-3,
+    "pard": 2e-3,
+    "pard2": 2e-3,
+}  # of weights that are trained already
 
 
 @dataclasses.dataclass(frozen=True)
