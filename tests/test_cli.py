@@ -10,11 +10,12 @@ import tempfile
 import conftest
 import folders
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from specjax import checkpoints, cli, drafters, targets, testing
+from specjax import checkpoints, cli, drafters, joint, targets, testing
 from specjax.certify import planted
 from specjax.commands import bench
 from specjax.targets import Tokenizer
@@ -256,6 +257,35 @@ def test_train_writes_a_drafter_that_generate_takes(world, tmp_path):
 
 
 ASK = ("generate", "--prompt", "a", "--target", "TOY")
+
+
+def test_a_drafter_that_was_trained_with_its_target_brings_that_target(world, tmp_path):
+    jax.config.update("jax_numpy_dtype_promotion", "standard")  # optax mixes dtypes
+    out = tmp_path / "run"
+    status, said, err = specjax(
+        *("train", "medusa2", "--target", world / "toy", "--init", world / "medusa"),
+        *("--data", world / "chats.jsonl", "--length", 64, "--steps", 2),
+        *("--batch-size", 2, "--field", "rank=2", "--out", out),
+    )
+    assert status == 0, err
+    assert "1 held-out texts" in said
+    stored = json.loads((out / "drafter" / "drafter.json").read_text())
+    assert stored["about"]["quality"]["kl"] >= 0
+    assert stored["config"]["heads_first"] == 0  # its heads are trained
+
+    pretrained = targets.load(str(world / "toy"))
+    shared = pretrained.target.shared(pretrained.params)
+    name, drafter, params = checkpoints.load(out / "drafter", shared)
+    params["adapter"] = testing.perturb(params["adapter"], scale=0.5)
+    checkpoints.save(tmp_path / "moved", name, drafter, params, dtype=jnp.float32)
+    tuned = joint.tuned(pretrained, drafter, params)
+    targets.save_pretrained(tmp_path / "tuned", tuned)
+    drafted, _, _ = ask(world, tmp_path, "--drafter", tmp_path / "moved")
+    first, _, _ = ask(world, tmp_path, "--drafter", "none")
+    plain, _, _ = ask(
+        world, tmp_path, "--drafter", "none", "--target", tmp_path / "tuned"
+    )
+    assert drafted["tokens"] == plain["tokens"] != first["tokens"]
 
 
 def test_train_chooses_a_draft_vocabulary_and_a_warm_start_keeps_it(world, tmp_path):

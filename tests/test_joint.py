@@ -128,19 +128,26 @@ def test_the_target_learns_at_its_share_of_the_rate(parts):
     assert slow[joint.ADAPTER]["x"]["a"].tolist() == [0.25, 0.25]
 
 
+DRAFTER = Medusa2(gamma=2, num_heads=2, heads_first=0.0, rank=4, head_weight=1.0)
+
+
+def train(pretrained, texts, steps, **fields):
+    drafter = dataclasses.replace(DRAFTER, **fields)
+    config = training.TrainConfig(steps=steps, batch_size=8, learning_rate=1e-2)
+    with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
+        return training.train(pretrained, drafter, texts, config)
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A short run of a tiny target, saved and read again."""
-    target, params = testing.tiny_target()
+    target, params = testing.tiny_target(num_layers=2)
     pretrained = Pretrained("toy", target, params, None, ())
     rng = np.random.default_rng(0)
     texts = corpus.Texts(
         rng.integers(0, 24, (16, 12)).astype(np.int32), np.ones((16, 12), bool)
     )
-    drafter = Medusa2(gamma=2, num_heads=2, heads_first=0.0, rank=4, head_weight=1.0)
-    config = training.TrainConfig(steps=12, batch_size=8, learning_rate=1e-2)
-    with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
-        weights = training.train(pretrained, drafter, texts, config)
+    drafter, weights = DRAFTER, train(pretrained, texts, 12)
     folder = tmp_path_factory.mktemp("joint") / "drafter"
     checkpoints.save(folder, "medusa2", drafter, weights, dtype=jnp.float32)
     return pretrained, drafter, weights, folder, texts
@@ -160,6 +167,20 @@ def test_training_moves_the_target_and_a_file_keeps_it(trained):
     back = joint.quality(pretrained, pretrained, texts)
     assert back["kl"] == pytest.approx(0, abs=1e-6) and back["agreement"] == 1
     assert back["loss_before"] == back["loss_after"]
+
+
+def test_the_trainer_uses_the_targets_rate_and_its_share_of_the_steps(trained):
+    """The first step has the rate 0, so the second alone moves, from one gradient."""
+    pretrained, _, _, _, texts = trained
+    moved = lambda **fields: [
+        np.asarray(pair["b"])
+        for pair in train(pretrained, texts, 2, **fields)[joint.ADAPTER].values()
+    ]
+    whole = moved(target_rate=1.0)
+    for a, b in zip(whole, moved(target_rate=0.25), strict=True):
+        assert np.any(a)
+        np.testing.assert_allclose(b, a / 4, rtol=1e-4)
+    assert not any(np.any(b) for b in moved(heads_first=0.6))
 
 
 def test_quality_counts_the_tokens_to_learn_whatever_the_batch(trained):
