@@ -71,16 +71,7 @@ class Rounds:
 @functools.partial(jax.jit, static_argnames=("model",))
 def look(model: Model, weights: Weights, progress: engine.Progress):
     """Tokens and confidence of the draft that the coming round will make."""
-    keys, _ = engine._round_keys(progress.keys, progress.cache.length)
-    shared = model.target.shared(weights.target)
-    draft, _ = model.drafter.draft(
-        weights.drafter,
-        dataclasses.replace(shared, cache=progress.cache),
-        progress.state,
-        progress.anchor,
-        model.drafting,
-        keys,
-    )
+    draft, _ = engine.propose(model, weights, progress)
     return draft.tokens, draft.confidence
 
 

@@ -30,9 +30,9 @@ from specjax.kv_cache import KVCache
 from specjax.metrics import Trace
 from specjax.pytree import pytree
 from specjax.sampling import GREEDY, Sampling
-from specjax.tree import DynamicTree
+from specjax.tree import DynamicTree, Tree
 from specjax.typing import Array, Bool, Int, Keys, Params, PRNGKey
-from specjax.verify import PAD
+from specjax.verify import PAD, Draft
 
 RUNNING, EOS, LENGTH = 0, 1, 2
 REASONS = {RUNNING: "running", EOS: "eos", LENGTH: "length"}
@@ -142,26 +142,43 @@ def _append(progress: Progress, new: Int[Array, "B N"], room: Int[Array, "B"]):
     return fields, count
 
 
-def _round(model: Model, weights: Weights, progress: Progress) -> Progress:
-    """One round of every row."""
-    target, drafter, sampling = model.target, model.drafter, model.sampling
-    shared, tree = target.shared(weights.target), drafter.tree
+def propose(
+    model: Model, weights: Weights, progress: Progress
+) -> tuple[Draft, Progress]:
+    """The coming round's drafts as the policy stops them; the run after drafting."""
     running = progress.reason == RUNNING
-    length = progress.cache.length
-    draft_keys, verify_keys = _round_keys(progress.keys, length)
+    keys, _ = _round_keys(progress.keys, progress.cache.length)
+    shared = model.target.shared(weights.target)
+    draft, state = model.drafter.draft(
+        weights.drafter,
+        dataclasses.replace(shared, cache=progress.cache),
+        progress.state,
+        progress.anchor,
+        model.drafting,
+        keys,
+    )
+    plan = progress.plan
+    if model.policy is not None:
+        tree = model.drafter.tree
+        draft, plan = scheduler.stop(model.policy, plan, draft, tree, running)
+    return draft, dataclasses.replace(progress, state=state, plan=plan)
 
-    with jax.named_scope("draft"):
-        draft, state = drafter.draft(
-            weights.drafter,
-            dataclasses.replace(shared, cache=progress.cache),
-            progress.state,
-            progress.anchor,
-            model.drafting,
-            draft_keys,
-        )
-        plan = progress.plan
-        if model.policy is not None:
-            draft, plan = scheduler.stop(model.policy, plan, draft, tree, running)
+
+def settle(
+    model: Model,
+    weights: Weights,
+    progress: Progress,
+    draft: Draft,
+    tree: Tree | DynamicTree,
+) -> tuple[Progress, Trace]:
+    """Verifies and commits what `propose` drafted, a draft of `tree`.
+
+    Returns what happened beside the run, as the one column of a trace.
+    """
+    target, drafter, sampling = model.target, model.drafter, model.sampling
+    shared = target.shared(weights.target)
+    running = progress.reason == RUNNING
+    _, verify_keys = _round_keys(progress.keys, progress.cache.length)
 
     with jax.named_scope("verify"):
         # A node that was not drafted is fed as token 0; nothing real sees it.
@@ -186,7 +203,7 @@ def _round(model: Model, weights: Weights, progress: Progress) -> Progress:
         verdict = jax.vmap(judge)(draft, scores, verify_keys)
 
     with jax.named_scope("commit"):
-        n, i = verdict.num_accepted, progress.num_rounds
+        n = verdict.num_accepted
         fields, count = _append(progress, verdict.tokens, verdict.num_committed)
         bonus = jnp.take_along_axis(verdict.tokens, n[:, None], axis=1)[:, 0]
         # What a stop id or the limit cut off is not committed either: count - 1 drafts
@@ -197,29 +214,39 @@ def _round(model: Model, weights: Weights, progress: Progress) -> Progress:
         if path is not None:
             rows = jnp.arange(len(n))[:, None]
             nodes, features = nodes[rows, path], features[rows, path]
-        state = drafter.commit(weights.drafter, shared, state, kept, nodes, features)
+        state = drafter.commit(
+            weights.drafter, shared, progress.state, kept, nodes, features
+        )
         whole = count == verdict.num_committed
         shown = jax.vmap(lambda d, v: verify.followed(d, v, tree))(draft, verdict)
         after = jnp.pad(shown, ((0, 0), (0, 1)), constant_values=PAD)
         refused = after[jnp.arange(len(n)), n] != PAD
-        trace = progress.trace
-        trace = Trace(
-            num_accepted=trace.num_accepted.at[:, i].set(jnp.minimum(n, count)),
-            num_committed=trace.num_committed.at[:, i].set(count),
-            rejected=trace.rejected.at[:, i].set(whole & refused),
-            drafted=trace.drafted.at[:, i].set(shown),
+        happened = Trace(
+            num_accepted=jnp.minimum(n, count)[:, None],
+            num_committed=count[:, None],
+            rejected=(whole & refused)[:, None],
+            drafted=shown[:, None],
         )
-    return dataclasses.replace(
+    progress = dataclasses.replace(
         progress,
         cache=cache,
         state=state,
-        plan=plan,
         anchor=jnp.where(running, bonus, progress.anchor),
-        num_rounds=i + 1,
-        trace=trace,
         valid=progress.valid & (verdict.valid | ~running),
         **fields,
     )
+    return progress, happened
+
+
+def _round(model: Model, weights: Weights, progress: Progress) -> Progress:
+    """One round of every row."""
+    i, trace = progress.num_rounds, progress.trace
+    with jax.named_scope("draft"):
+        draft, progress = propose(model, weights, progress)
+    progress, happened = settle(model, weights, progress, draft, model.drafter.tree)
+    put = lambda whole, column: whole.at[:, i].set(column[:, 0])
+    trace = jax.tree.map(put, trace, happened)
+    return dataclasses.replace(progress, num_rounds=i + 1, trace=trace)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "cache_size", "max_new_tokens"))
