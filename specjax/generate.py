@@ -184,7 +184,7 @@ def settle(
         # A node that was not drafted is fed as token 0; nothing real sees it.
         drafted = jnp.maximum(draft.tokens, 0)
         nodes = jnp.concatenate([progress.anchor[:, None], drafted], axis=1)
-        if draft.parents is None:
+        if isinstance(tree, Tree):
             ancestors, depths = tree.ancestors, tree.depths
         else:
             _, ancestors, depths = jax.vmap(lambda d: verify.topology(d, tree))(draft)

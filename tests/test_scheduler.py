@@ -74,6 +74,21 @@ def test_lengths_are_those_recorded(passes, lengths, most):
     assert top(array(C), jnp.asarray(most), live(2)).sum() == most
 
 
+@pytest.mark.parametrize(
+    ("passes", "recorded"),
+    [
+        (SMOOTH, [1.3333, 1.6571, 1.81, 1.8756, 1.856]),
+        (STAIRS, [1.0, 1.392, 1.086]),
+    ],
+)
+def test_throughput_along_the_admissions_is_that_recorded(passes, recorded):
+    a, _ = scheduler._ranked(array(C), live(2))
+    theta = scheduler._throughput(a, array(passes), live(2))
+    np.testing.assert_allclose(theta[: len(recorded)], recorded, atol=5e-5)
+    if passes is STAIRS:  # what a search over all budgets would have found
+        assert float(theta.max()) == pytest.approx(1.5058, abs=5e-5)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_the_sort_equals_the_queue(seed):
     """Also with equal and zero confidences, and with rows that have ended."""
