@@ -113,8 +113,7 @@ def main(config: Config) -> list[dict]:
             reports = []
             for seed in config.seeds:
                 server = Simulator(drafts, machine, users, seed=seed, **how)
-                asked = _asked(config, users, seed)
-                reports.append(serve(server, asked, users))
+                reports.append(serve(server, asked(config, users, seed), users))
             rows.append({"way": way, "users": users} | serving.means(reports))
     for row in rows:
         plain = next(
@@ -126,7 +125,7 @@ def main(config: Config) -> list[dict]:
     return rows
 
 
-def _asked(config: Config, users: int, seed: int) -> list[Request]:
+def asked(config: Config, users: int, seed: int) -> list[Request]:
     """Texts from half to one and a half times `tokens` long: users do not march."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(
