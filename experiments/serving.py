@@ -68,7 +68,8 @@ class Config:
 
 
 def main(config: Config) -> list[dict]:
-    if not config.wall:  # before JAX counts its cores
+    # Before JAX counts its cores; not every system can.
+    if not config.wall and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     pretrained = targets.load(config.target)
     chosen = common.load_drafters((config.drafter,), config.target, pretrained)
