@@ -11,6 +11,7 @@ that a way of drafting can serve the queue only grows, and `wait` is as long as 
 
 import dataclasses
 import pathlib
+from typing import Any
 
 import common
 import numpy as np
@@ -40,6 +41,7 @@ def main(config: Config) -> list[dict]:
     drafts = scale.Mixed(tuple(Modelled(a, config.spread) for a in alphas))
     machine = scale.costs(scale.Config(), config.slots, drafts.gamma)
     passes = machine.passes(config.slots)
+    ways: dict[str, dict[str, Any]]
     ways = {f"gamma {g}": {"gamma": g} for g in config.gammas} | {
         "prefix": {"policy": Prefix(passes)},
         "delayed": {"policy": Delayed(passes, first=4 * config.slots)},

@@ -23,6 +23,7 @@ of the paper has the axes of the left panel, figure 8 those of the right.
 
 import dataclasses
 import pathlib
+from typing import Any
 
 import common
 import numpy as np
@@ -104,6 +105,7 @@ def main(config: Config) -> list[dict]:
     for users in config.users:
         machine = costs(config, users, drafts.gamma)
         passes = machine.passes(users)
+        ways: dict[str, dict[str, Any]]
         ways = {f"gamma {g}": {"gamma": g} for g in config.gammas} | {
             f"threshold {config.threshold:g}": {"policy": Threshold(config.threshold)},
             "prefix": {"policy": Prefix(passes)},
