@@ -11,10 +11,12 @@ import pytest
 
 from specjax import serving, testing
 from specjax.certify import engine
+from specjax.drafters.none import NoDrafter
 from specjax.generate import Model, Weights, generate
 from specjax.sampling import GREEDY, Sampling
 from specjax.scheduler import Delayed, Prefix, Threshold
 from specjax.serving import Batch, Request, serve
+from specjax.tree import Tree
 
 KEY = jax.random.key(5)
 PROMPTS = ((1, 2, 3), (4,), (5, 6), (7, 8, 9, 10), (2, 2), (11, 3))
@@ -94,6 +96,23 @@ def test_a_text_is_that_of_the_request_alone(policy, sampling):
 )
 def test_a_policy_that_looks_at_all_rows_leaves_greedy_texts_alone(policy):
     for one in serve(batch(policy, widths=(2, 5)), REQUESTS).served:
+        assert one.tokens == alone().tokens[one.request.seed][: one.num_tokens]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", [None, Tree.full(2, 1)], ids=["none", "tree"])
+def test_trees_and_plain_decoding_are_served_too(topology):
+    target, _, weights = models()
+    drafter = NoDrafter()
+    if topology is not None:
+        shape = {"gamma": 2, "topology": topology}
+        drafter, params = testing.tiny_drafter(
+            "medusa", target, weights.target, **shape
+        )
+        weights = dataclasses.replace(weights, drafter=testing.perturb(params))
+    chosen = Model(target, drafter, GREEDY, stop_ids=(5,))
+    made = Batch(chosen, weights, 2, max_new_tokens=12, prompt_width=4, key=KEY)
+    for one in serve(made, REQUESTS).served:
         assert one.tokens == alone().tokens[one.request.seed][: one.num_tokens]
 
 
