@@ -285,15 +285,20 @@ class DFlash:
         weights = jnp.where(wanted, self.slot_weights[None, None], 0.0)
         ce = base.cross_entropy(logits, batch.tokens[rows, at])
 
+        by_slot = jax.vmap(base.masked_mean, in_axes=(2, 2))
+        logs = {"ce": by_slot(ce, wanted)}
+        logs |= self.judge(shared, batch, logits, at, wanted)
+        return base.masked_mean(ce, weights), logs
+
+    def judge(self, shared: Shared, batch: Batch, logits, at, wanted) -> dict:
+        """What to log of logits [B A G V] for the labels at `at`."""
         # p of x_{s+k} is read from the state at s + k - 1. Anchors ascend, so those
         # that are judged are spread over the text.
-        A = x.shape[1]
+        A, rows = at.shape[1], jnp.arange(at.shape[0])[:, None, None]
         some = np.linspace(0, A - 1, max(1, A // base.THIN)).round().astype(int)
         target = shared.logits(batch.hidden[rows, at[:, some] - 1])
         accepted = self._acceptance(logits[:, some], target)
-        by_slot = jax.vmap(base.masked_mean, in_axes=(2, 2))
-        logs = base.acceptance(accepted, wanted[:, some])
-        return base.masked_mean(ce, weights), {"ce": by_slot(ce, wanted)} | logs
+        return base.acceptance(accepted, wanted[:, some])
 
     @property
     def slot_weights(self) -> Float[Array, "G"]:
