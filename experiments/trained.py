@@ -13,13 +13,37 @@ import tempfile
 import time
 from typing import Any
 
+import common
+import conditional_acceptance
 import numpy as np
 
-from specjax import corpus, targets, training
+from specjax import corpus, drafters, targets, training
 from specjax.corpus import Texts
+from specjax.generate import Model, Weights
+from specjax.sampling import Sampling
 from specjax.typing import Params
 
 RUNS = pathlib.Path(__file__).parents[1] / "runs" / "block_drafters"
+
+# EAGLE-3 with the norms of 3.1 and a later state, without which it is behind EAGLE-1
+# here (LOG), unrolled as often as it drafts.
+EAGLE3 = {
+    "ttt_steps": 7,
+    "fc_norm": True,
+    "norm_before_residual": True,
+    "norm_output": True,
+    "target_states": (2, 4, 7),
+}
+LINEUP: dict[str, tuple[str, dict[str, Any]]] = {
+    "eagle3": ("eagle3", EAGLE3),
+    "dflash": ("dflash", {"propose": "sample"}),
+    "dflash at input": ("dflash", {"propose": "sample", "inject": "input"}),
+    "dflash2": ("dflash2", {}),
+    "dspark": ("dspark", {"head": "vanilla"}),
+    "dspark gated": ("dspark", {"head": "gated"}),
+    "dspark rnn": ("dspark", {"head": "rnn"}),
+    "p_eagle": ("p_eagle", {"blocks": 8}),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +59,7 @@ class Budget:
     runs: pathlib.Path | None = RUNS  # None: a folder that is thrown away
 
 
+FULL = Budget()
 SMOKE = Budget(self_prompts=16, length=32, steps=2, batch_size=4, runs=None)
 
 
@@ -58,10 +83,12 @@ class Workshop:
         found = np.load(path)
         return Texts(found["tokens"], found["mask"])
 
-    def make(self, cls: Any, **fields: Any) -> Any:
-        """A drafter of the target's shape."""
+    def make(self, name: str, cls: Any = None, **fields: Any) -> Any:
+        """A drafter of `LINEUP` for the target, or of another class with its fields."""
+        method, of_name = LINEUP[name]
         mask = getattr(self.pretrained.tokenizer, "mask_token_id", None)
-        return cls.for_target(self.pretrained.target.config, mask, **fields)
+        cls = cls or drafters.get(method)
+        return cls.for_target(self.pretrained.target.config, mask, **of_name | fields)
 
     def settings(self, seed: int, learning_rate: float | None = None):
         b = self.budget
@@ -104,6 +131,46 @@ class Workshop:
         seconds = time.perf_counter() - began
         print(f"{name_of(drafter, settings)}: {seconds:.0f} s", flush=True)
         return trained
+
+    def prompts(self, tasks, count: int) -> dict[str, list[list[int]]]:
+        """Held-out prompts of each task, as the target reads them."""
+        chat = lambda p: self.pretrained.tokenizer.chat(
+            [{"role": "user", "content": p}]
+        )
+        found = common.load_prompts(tasks, count)
+        return {task: [chat(p) for p in prompts] for task, prompts in found.items()}
+
+    def model(self, drafter: Any, temperature: float) -> Model:
+        target, stop = self.pretrained.target, self.pretrained.stop_ids
+        return Model(target, drafter, Sampling(temperature), stop)
+
+    def ask(self, config: Any, drafter: Any, params, prompts, T: float) -> np.ndarray:
+        """The sums of `conditional_acceptance.ask`, [2 B G]."""
+        weights = Weights(self.pretrained.params, params)
+        model = self.model(drafter, T)
+        return conditional_acceptance.run(config, model, weights, prompts)
+
+
+def tau(counts: np.ndarray, depth: int | None = None) -> np.ndarray:
+    """1 + sum of survival, of sums over texts [2 .. G]: rounds that start anywhere."""
+    alpha = counts[0] / np.maximum(counts[1], 1e-9)
+    return 1 + np.cumprod(alpha, axis=-1)[..., :depth].sum(-1)
+
+
+def compare(
+    counts: np.ndarray, first: np.ndarray, depth: int | None = None
+) -> dict[str, float]:
+    """tau and its gain over `first`, each with a 95 % bootstrap over the same texts."""
+    B = counts.shape[1]
+    draws = np.random.default_rng(0).integers(0, B, (2000, B))
+    of = lambda x: tau(x[:, draws].sum(2), depth)
+    mine = of(counts)
+    ends = lambda x: np.percentile(x, [2.5, 97.5])
+    (low, high), (worst, best) = ends(mine), ends(mine - of(first))
+    mean, other = tau(counts.sum(1), depth), tau(first.sum(1), depth)
+    row = {"tau": mean, "low": low, "high": high, "gain": mean - other}
+    row |= {"gain_low": worst, "gain_high": best}
+    return {name: float(value) for name, value in row.items()}
 
 
 def name_of(drafter: Any, settings: training.TrainConfig) -> str:
