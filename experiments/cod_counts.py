@@ -2,16 +2,14 @@
 
 PARD (arXiv:2504.18583) and P-EAGLE train K copies of a text flattened into one; of
 depth d they keep floor(n max(r^d, floor)) rows (`drafters/parallel.py`, eq. 2; P-EAGLE
-has n - d for n). `rows` counts those that `Drafter.rows` draws for a text of n tokens to
-learn: the rows themselves and not the formula, which is `closed_form`. Beside ours stand
-the counts of the authors' collators. A chain that leaves the text ends here, where
-PARD's code goes on with rows that have no label: so ours has a few rows fewer.
+has n - d for n). `rows` counts those that `Drafter.rows` draws for a text of n tokens
+to learn: the rows themselves and not the formula, which is `closed_form`. Beside ours
+stand the counts of the authors' collators. A chain that leaves the text ends here,
+where PARD's code goes on with rows that have no label: ours may have a few rows fewer.
 
 `mbytes` (temporary memory) and `gflops` are of the gradient of one text of `length`
-tokens, from the compiled program; `seconds` is the median of repeats. `tau` is what
-drafts promise after equal steps with each setting, from `warm` steps of PARD on the
-shipped draft model (None: not trained), on texts held back, with the spread over them.
-The paper claims a training three times as cheap at equal quality.
+tokens, from the compiled program; `seconds` is the median of repeats. What the dropped
+rows cost in acceptance is in `cod_acceptance.py`.
 
     python experiments/cod_counts.py      a minute
 """
