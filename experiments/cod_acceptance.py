@@ -41,7 +41,7 @@ class Config:
     temperature: float = 1.0
     num_prompts: int = 32  # a task
     max_new_tokens: int = 64
-    seeds: tuple[int, ...] = (0, 1)  # of training
+    seeds: tuple[int, ...] = (0,)  # of training
     seed: int = 0
 
 
