@@ -9,10 +9,11 @@ chance that slot k is reached is
     reach_k = alpha_1 .. alpha_{k-1}
 
 Trainings of the same drafter on the same batches: no decay, the published one, and
-`reach`, from the alphas that the drafter trained with the published decay has on its own
-training texts; on demand 0.8^k, which differs little from the published 0.78^k. tau at T = 1 is 1 + sum of survival at the same
-positions of the same held-out texts (`conditional_acceptance.py`); `gain` is over the
-published decay, both with a 95 % bootstrap over prompts.
+`reach`, from the alphas that the drafter trained with the published decay has on its
+own training texts; on demand 0.8^k, which differs little from the published 0.78^k. tau
+at T = 1 is 1 + sum of survival at the same positions of the same held-out texts
+(`conditional_acceptance.py`); `gain` is over the published decay, both with a 95 %
+bootstrap over prompts.
 
     python experiments/position_decay.py      2 minutes, and 2 of training a drafter
 """
