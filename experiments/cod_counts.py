@@ -108,6 +108,7 @@ def cost(config: Config, shop, drafter) -> dict:
         call()
         times.append(time.perf_counter() - began)
     memory, flops = compiled.memory_analysis(), compiled.cost_analysis()
+    assert memory is not None and flops is not None  # other backends have none
     return {
         "mbytes": memory.temp_size_in_bytes / 1e6,
         "gflops": float(flops["flops"]) / 1e9,

@@ -1,6 +1,8 @@
 """DFlash 2 against numbers recorded from the reference code, and by loops."""
 
+import dataclasses
 import functools
+from typing import Any
 from unittest import mock
 
 import golden
@@ -79,7 +81,7 @@ def test_slots_are_those_recorded():
 
 
 def test_a_window_both_ways_gives_the_slots_recorded():
-    drafter = DFlash2(**vars(DRAFTER) | {"windows": (3, 3), "is_causal": False})
+    drafter = dataclasses.replace(DRAFTER, windows=(3, 3), is_causal=False)
     x = train_slots(drafter, jnp.array([5]))[0]
     assert float(x.sum()) == pytest.approx(6.475089, abs=5e-5)
     right = (-0.217598, -0.274251, -0.041127, -0.382007)
@@ -94,7 +96,8 @@ def test_a_convolution_equals_its_loops():
 
     def run(x):
         args = {"params": golden.to_jax(params)}, jnp.asarray(x, jnp.float32)[None]
-        out, close = GroupedConv(DRAFTER).apply(*args)
+        conv: Any = GroupedConv(DRAFTER)
+        out, close = conv.apply(*args)
         return out[0], close(out * 2)[0]
 
     def side(i, x):
@@ -157,7 +160,7 @@ def test_the_loss_is_the_one_recorded():
     with mock.patch.object(dflash, "draw_anchors", forced):
         args = WEIGHTS, SHARED, first.batch(), jax.random.key(0)
         loss, logs = jax.jit(DRAFTER.loss)(*args)
-        wide = DFlash2(**vars(DRAFTER) | {"top_k": 16})
+        wide = dataclasses.replace(DRAFTER, top_k=16)
         _, wide_logs = jax.jit(wide.loss)(*args)
     assert float(logs["ce_selector"]) == pytest.approx(1.792200, abs=2e-5)
     assert float(loss) == pytest.approx(3.166924 + 1.792200, abs=2e-5)
@@ -215,6 +218,6 @@ def test_bad_settings_are_refused(fields, message):
 
 
 def test_more_candidates_than_ids_are_refused():
-    drafter = DFlash2(**vars(DRAFTER) | {"top_k": 33})
+    drafter = dataclasses.replace(DRAFTER, top_k=33)
     with pytest.raises(ValueError, match="the target has 32 ids"):
         drafter.init(jax.random.key(0), SHARED)
