@@ -164,13 +164,14 @@ def figure(rows: list[dict], path: pathlib.Path) -> None:
         for task, style in zip(tasks, styles, strict=False):
             known = [r for r in mine if r["task"] == task and r["tau"] is not None]
             x, tau = ([r[key] for r in known] for key in ("length", "tau"))
-            left.plot(x, tau, "o" + style, color=colour, label=f"{name}, {task}")
+            label = task if name == names[-1] else None
+            left.plot(x, tau, "o" + style, color=colour, label=label)
         once = [r for r in mine if r["task"] == tasks[0]]
         x, over = ([r[key] for r in once] for key in ("length", "overhead"))
         right.plot(x, over, "o-", color=colour, label=name)
     left.set(xlabel="proposal length", ylabel="tau")
     left.set_xticks(sorted({r["length"] for r in rows if r["tau"] is not None}))
-    left.legend(frameon=False, fontsize=7)
+    left.legend(frameon=False, fontsize=8, loc="upper left")
     right.set(xlabel="proposal length", ylabel="round's overhead, %")
     right.set_xticks(sorted({r["length"] for r in rows}))
     right.legend(frameon=False, fontsize=8)
