@@ -1,5 +1,6 @@
 """DFlash against numbers recorded from the reference code, and a transcription."""
 
+import dataclasses
 import functools
 from unittest import mock
 
@@ -12,7 +13,8 @@ import pytest
 from specjax import testing
 from specjax.drafters import dflash
 from specjax.drafters.base import Batch
-from specjax.drafters.dflash import DFlash, Net, draw_anchors
+from specjax.drafters.block import Net, draw_anchors
+from specjax.drafters.dflash import DFlash
 from specjax.generate import Model, Weights, advance, finish, start
 from specjax.sampling import GREEDY, Sampling
 from specjax.targets.llama import Llama
@@ -32,6 +34,7 @@ CONFIG = TransformerConfig(
 DRAFTER = DFlash.for_target(
     CONFIG, 31, num_layers=2, target_layer_ids=(0, 1, 2), gamma=3, decay=7.0
 )
+AT_INPUT = dataclasses.replace(DRAFTER, inject="input")
 IDS = [3, 14, 15, 9, 26, 5, 8, 22, 7]
 MASK = np.array([0, 0, 1, 1, 1, 1, 1, 0, 1], bool)
 FEATURES = 2 * golden.hashed(1001, (9, 48))
@@ -83,7 +86,7 @@ HEAD = golden.named("lm_head.weight", (32, 16))
 SHARED = Shared(*golden.to_jax((EMBED, HEAD)))
 
 
-def transcription(anchor, context, first):
+def transcription(anchor, context, first, inject="every_layer"):
     """Slots of one block: `context` rows before position `first`, masks after it."""
     eps, theta = 1e-6, 10_000.0
     h = [
@@ -94,35 +97,42 @@ def transcription(anchor, context, first):
     for i in range(2):
         layer = PARAMS[f"layer_{i}"]
         p = layer["attention"]
-        n = [golden.rms(row, layer["input_norm"]["scale"], eps) for row in x]
+        normed = lambda rows, norm=layer["input_norm"]["scale"]: [
+            golden.rms(row, norm, eps) for row in rows
+        ]
+        n = [*(h if inject == "every_layer" else normed(h)), *normed(x)]
         keys, values = [], []
-        for position, row in enumerate([*h, *n]):
+        for position, row in enumerate(n):
             k, v = p["kv"] @ row
             k = [golden.rms(head, p["k_norm"]["scale"], eps) for head in k]
             keys.append([golden.rope(head, position, theta) for head in k])
             values.append(v)
         rows = []
-        for j, row in enumerate(x):
+        for j, row in enumerate([*h, *x]):
             q = [golden.rms(head, p["q_norm"]["scale"], eps) for head in p["q"] @ n[j]]
-            q = [golden.rope(head, first + j, theta) for head in q]
-            y = row + golden.attend(q, keys, values, p["out"], 2)
+            q = [golden.rope(head, j, theta) for head in q]
+            seen = len(n) if j >= first else j + 1
+            y = row + golden.attend(q, keys[:seen], values[:seen], p["out"], 2)
             z = golden.rms(y, layer["post_norm"]["scale"], eps)
             rows.append(y + golden.mlp(z, layer["mlp"]))
-        x = rows
+        h, x = h if inject == "every_layer" else rows[:first], rows[first:]
     return np.array([golden.rms(row, PARAMS["norm"]["scale"], eps) for row in x])
 
 
-@jax.jit
-def train_slots(features, anchors, tokens):
+@functools.partial(jax.jit, static_argnums=0)
+def train_slots(drafter, features, anchors, tokens):
     """Slots of the blocks at `anchors` [A] of one text, by the training pass."""
-    blocks = DRAFTER.embed_blocks(SHARED, tokens[anchors][None])
-    out = DRAFTER.apply(WEIGHTS, Net.train, features[None], blocks, anchors[None])
+    blocks = drafter.embed_blocks(SHARED, tokens[anchors][None])
+    out = drafter.apply(WEIGHTS, Net.train, features[None], blocks, anchors[None])
     return out[0]
 
 
-def slots(anchors, features=FEATURES, tokens=IDS):
+def slots(anchors, features=FEATURES, tokens=IDS, drafter=DRAFTER):
     return train_slots(
-        jnp.asarray(features, jnp.float32), jnp.asarray(anchors), jnp.asarray(tokens)
+        drafter,
+        jnp.asarray(features, jnp.float32),
+        jnp.asarray(anchors),
+        jnp.asarray(tokens),
     )
 
 
@@ -213,9 +223,15 @@ def test_blocks_see_neither_each_other_nor_the_text_from_their_anchor_on():
         np.testing.assert_allclose(row, slots([anchor], changed)[0], atol=1e-5)
 
 
-def test_a_cached_draft_equals_the_uncached_block():
+def test_a_text_given_to_the_first_layer_alone_runs_through_the_others():
+    right = transcription(IDS[5], FEATURES[:5], 5, "input")
+    np.testing.assert_allclose(slots([2, 5], drafter=AT_INPUT)[1], right, atol=2e-5)
+
+
+@pytest.mark.parametrize("inject", ["every_layer", "input"])
+def test_a_cached_draft_equals_the_uncached_block(inject):
     """Two rows of context, a draft, three rows more: the recorded block at start 5."""
-    drafter = DFlash(**vars(DRAFTER) | {"propose": "sample"})
+    drafter = dataclasses.replace(DRAFTER, propose="sample", inject=inject)
     features = jnp.asarray(FEATURES, jnp.float32)[None]
     keys, args = jax.random.split(jax.random.key(0), 1), (WEIGHTS, SHARED)
     draft = jax.jit(drafter.draft, static_argnums=4)
@@ -229,7 +245,8 @@ def test_a_cached_draft_equals_the_uncached_block():
     )
     assert state.cache.length.tolist() == [5]
     proposal, _ = draft(*args, state, jnp.array([5]), Sampling(), keys)
-    right = jax.nn.softmax(SHARED.logits(slots([5])[0, 1:]))
+    block = slots([5], drafter=DRAFTER if inject == "every_layer" else AT_INPUT)
+    right = jax.nn.softmax(SHARED.logits(block[0, 1:]))
     np.testing.assert_allclose(proposal.probs[0], right, atol=1e-6)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-HELPERS = ("common.py", "timing.py")
+HELPERS = ("common.py", "timing.py", "trained.py")
 SCRIPTS = [
     path
     for folder in ("experiments", "benchmarks")

@@ -73,7 +73,7 @@ def test_a_drafter_knows_no_target_and_at_most_one_other_drafter(file):
     assert not [m for m in mine if m.startswith("targets")]
     if file == "drafters/__init__.py":
         return
-    # Those with a name; `base`, `recurrent` and `parallel` are what they share.
+    # Those with a name; `base`, `block`, `recurrent`, `parallel` are what they share.
     named = {cls.__module__.split(".")[-1] for cls in REGISTRY.values()}
     others = {m.split(".")[1] for m in mine if len(m.split(".")) > 1} & named
     assert len(others) <= 1, f"{file} builds on {sorted(others)}"

@@ -24,6 +24,7 @@ DATA = pathlib.Path(checkpoints.__file__).parent / "data" / "drafters"
 STEPS = {  # these learn slower than plain heads do
     "blockwise": 1000,
     "dflash": 1000,
+    "dflash2": 400,
     "dspark": 800,
     "draft_model": 600,
     "eagle": 800,
@@ -39,6 +40,7 @@ STEPS = {  # these learn slower than plain heads do
 FIELDS = {
     "blockwise": ("hidden_width=160",),
     "medusa2": ("rank=16",),
+    "dflash2": ("mlp_width=176", "rank=16"),  # a megabyte
     # As many steps as it drafts, as the paper says; the norms of EAGLE-3.1 and a later
     # state, without which it is behind EAGLE-1 here (LOG).
     "eagle3": (

@@ -5,6 +5,7 @@ from typing import Any
 from specjax.drafters import (
     blockwise,
     dflash,
+    dflash2,
     draft_model,
     dspark,
     eagle,
@@ -32,6 +33,7 @@ REGISTRY: dict[str, type[Drafter]] = {
     "mtp": mtp.MTP,
     "gemma4_mtp": gemma4_mtp.Gemma4MTP,
     "dflash": dflash.DFlash,
+    "dflash2": dflash2.DFlash2,
     "dspark": dspark.DSpark,
     "p_eagle": p_eagle.PEagle,
     "pard": pard.Pard,

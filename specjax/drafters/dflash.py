@@ -18,7 +18,9 @@ over anchors drawn anew each step from the answers, a slot counting only if its 
 an answer token (SpecForge's normalisation; the paper gives none).
 
 Keys and values of H are cached between rounds; those of the block are thrown away, as
-the anchor's own features exist only after verification.
+the anchor's own features exist only after verification. Layers and block are in
+`block`, with the alternative that the paper rejects: H given to the first layer alone
+(`inject="input"`).
 
 At temperature > 0 the default still proposes each slot's likeliest token, to be
 accepted with the probability that the target gives it: slots drawn independently rarely
@@ -31,14 +33,13 @@ layer is causal inside the block, as full layers are with `is_causal=True`; with
 `is_causal=False` it sees both ways, and of the block only |s - p| < W. In training the
 same rule holds; trainers that leave the block unwindowed agree for W > gamma.
 
-DFlash 2 (2026; no paper) adds convolutions around the layers and a selector of
-candidates behind the head, and is not here.
+DFlash 2 (`dflash2`) adds convolutions around the layers and a selector of candidates
+behind the head.
 """
 
 import dataclasses
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,18 +47,9 @@ import numpy as np
 from specjax import draft_tree, kv_cache
 from specjax.drafters import base
 from specjax.drafters.base import Batch, Card
+from specjax.drafters.block import Net, draw_anchors
 from specjax.kv_cache import KVCache
-from specjax.layers import (
-    GatedMLP,
-    RMSNorm,
-    Rope,
-    attend,
-    dense,
-    group_queries,
-    rotary,
-    rotate,
-    ungroup_queries,
-)
+from specjax.layers import Rope
 from specjax.pytree import pytree
 from specjax.transformer import Shared, TransformerConfig
 from specjax.tree import DynamicTree, Tree
@@ -67,127 +59,6 @@ from specjax.typing import Array, Bool, Float, Int, Params, PRNGKey
 @pytree
 class State:
     cache: KVCache  # keys and values of H, one entry per committed token
-
-
-class Angles(NamedTuple):
-    cos: Float[Array, "B T E"]
-    sin: Float[Array, "B T E"]
-
-
-class BlockAttention(nn.Module):
-    """Eq. 3 and the attention of eq. 4; context and block share one projection."""
-
-    drafter: "DFlash"
-
-    def setup(self):
-        d = self.drafter
-        normal = nn.initializers.normal(0.02)
-        D, E = d.width, d.head_width
-        self.q = self.param("q", normal, (d.num_heads, E, D))
-        self.kv = self.param("kv", normal, (2, d.num_kv_heads, E, D))
-        self.out = self.param("out", normal, (D, d.num_heads * E))
-        self.q_norm, self.k_norm = RMSNorm(d.norm_eps), RMSNorm(d.norm_eps)
-
-    def keys_values(self, x: Float[Array, "B T D"], at: Angles):
-        """Normed and rotated keys, bare values, [B K T E] each."""
-        kv = dense(x, self.kv)  # [B T 2 K E]
-        k = self.k_norm(kv[:, :, 0]).swapaxes(1, 2)
-        return rotate(k, *at), kv[:, :, 1].swapaxes(1, 2)
-
-    def __call__(self, x, k, v, at: Angles, mask: Bool[Array, "#B T S"]):
-        """Attention of the block's queries over the keys and values given."""
-        d = self.drafter
-        q = self.q_norm(dense(x, self.q))
-        q = rotate(q.swapaxes(1, 2), *at).swapaxes(1, 2)
-        mask = jnp.tile(mask, (1, d.num_heads // d.num_kv_heads, 1))
-        out = attend(group_queries(q, d.num_kv_heads), k, v, mask)
-        return dense(ungroup_queries(out, x.shape[1]), self.out)
-
-
-class BlockLayer(nn.Module):
-    drafter: "DFlash"
-
-    def setup(self):
-        d = self.drafter
-        self.input_norm, self.post_norm = RMSNorm(d.norm_eps), RMSNorm(d.norm_eps)
-        self.attention = BlockAttention(d)
-        self.mlp = GatedMLP(d.mlp_width)
-
-    def context(self, h, at: Angles):
-        """What a layer caches of H, which never passes its input norm."""
-        return self.attention.keys_values(h, at)
-
-    def __call__(self, x, join, at: Angles, mask):
-        """`join` puts the block's keys and values beside those of the context."""
-        n = self.input_norm(x)
-        k, v = join(*self.attention.keys_values(n, at))
-        x = x + self.attention(n, k, v, at, mask)
-        return x + self.mlp(self.post_norm(x)), (k, v)
-
-
-class Net(nn.Module):
-    """Eq. 1 to 4. Parameters: `fc`, `hidden_norm`, `layer_{i}`, `norm`."""
-
-    drafter: "DFlash"
-
-    def setup(self):
-        d = self.drafter
-        M = len(d.target_layer_ids)
-        self.fc = self.param("fc", nn.initializers.normal(0.02), (d.width, M * d.width))
-        self.hidden_norm, self.norm = RMSNorm(d.norm_eps), RMSNorm(d.norm_eps)
-        self.layer = [BlockLayer(d) for _ in range(d.num_layers)]
-
-    def angles(self, positions: Int[Array, "B T"]) -> Angles:
-        return Angles(*rotary(self.drafter.rope, positions, self.drafter.head_width))
-
-    def context(self, features: Float[Array, "B T MD"], positions: Int[Array, "B T"]):
-        """Keys and values of H for every layer, [B K T E] each."""
-        h = self.hidden_norm(dense(features, self.fc))
-        at = self.angles(positions)
-        return [layer.context(h, at) for layer in self.layer]
-
-    def __call__(self, x, positions, joins, mask, places) -> tuple[Array, list]:
-        """States of the slots after the final norm, and each layer's k and v.
-
-        `places` [B S] are the positions of the keys that `mask` [B T S] lets be seen.
-        """
-        at, joined = self.angles(positions), []
-        for i, (layer, join) in enumerate(zip(self.layer, joins, strict=True)):
-            near = self.drafter.near(i, positions, places)
-            x, kv = layer(x, join, at, mask if near is None else mask & near)
-            joined.append(kv)
-        return self.norm(x), joined
-
-    def train(self, features, blocks, anchors: Int[Array, "B A"]):
-        """All blocks of a text at once; block b sees H before its own anchor only.
-
-        `blocks` [B A N D] are embedded; returns the slots' states, [B A N D].
-        """
-        B, A, N, D = blocks.shape
-        T = features.shape[1]
-        here = jnp.broadcast_to(jnp.arange(T), (B, T))
-        context = self.context(features, here)
-        sees_context = jnp.arange(T)[None, None] < anchors[..., None]  # [B A T]
-        sees_block = jnp.broadcast_to(jnp.eye(A, dtype=bool), (B, A, A))
-        mask = jnp.concatenate(
-            [sees_context, jnp.repeat(sees_block, N, axis=2)], axis=2
-        )
-        positions = (anchors[..., None] + jnp.arange(N)[None, None]).reshape(B, A * N)
-
-        def beside(k, v):
-            return lambda bk, bv: (
-                jnp.concatenate([k, bk], axis=2),
-                jnp.concatenate([v, bv], axis=2),
-            )
-
-        x, _ = self(
-            blocks.reshape(B, A * N, D),
-            positions,
-            [beside(k, v) for k, v in context],
-            jnp.repeat(mask, N, axis=1),
-            jnp.concatenate([here, positions], axis=1),
-        )
-        return x.reshape(B, A, N, D)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,6 +90,7 @@ class DFlash:
     norm_eps: float = 1e-6
     windows: tuple[int | None, ...] = ()  # keys a layer sees back; () = all, or None
     is_causal: bool | None = None  # inside the block; None: layers with a window are
+    inject: Literal["every_layer", "input"] = "every_layer"  # where H is read
 
     def __post_init__(self):
         for name in ("gamma", "num_layers", "num_anchors"):
@@ -236,6 +108,11 @@ class DFlash:
         if self.propose not in ("argmax", "sample"):
             raise ValueError(
                 f"dflash proposes by argmax or sample, got {self.propose!r}."
+            )
+        if self.inject not in ("every_layer", "input"):
+            raise ValueError(
+                f"dflash injects features in every_layer or the input, got "
+                f"{self.inject!r}."
             )
         if self.windows and len(self.windows) != self.num_layers:
             raise ValueError(
@@ -317,8 +194,12 @@ class DFlash:
     def max_positions(self) -> None:
         return None
 
+    @property
+    def net(self) -> Net:
+        return Net(self)
+
     def apply(self, params: Params, method, *args) -> Any:
-        return Net(self).apply({"params": params}, *args, method=method)
+        return self.net.apply({"params": params}, *args, method=method)
 
     def init(self, key: PRNGKey, shared: Shared) -> Params:
         V, D = shared.embed.shape
@@ -330,8 +211,8 @@ class DFlash:
         features = jnp.zeros((1, 1, len(self.target_layer_ids) * D))
         blocks = jnp.zeros((1, 1, self.num_slots, D))
         anchors = jnp.zeros((1, 1), jnp.int32)
-        net = Net(self)
-        return net.init(key, features, blocks, anchors, method=Net.train)["params"]
+        args = features, blocks, anchors
+        return self.net.init(key, *args, method=Net.train)["params"]
 
     def embed_blocks(
         self, shared: Shared, anchors: Int[Array, "*B"]
@@ -369,19 +250,12 @@ class DFlash:
         start = cache.length
         positions = start[:, None] + jnp.arange(N, dtype=jnp.int32)[None]
         mask = jnp.arange(cache.size)[None, None] < (start + N)[:, None, None]
-        joins = [
-            lambda bk, bv, k=k, v=v: (
-                kv_cache.write(k, bk, start),
-                kv_cache.write(v, bv, start),
-            )
-            for k, v in zip(cache.k, cache.v, strict=True)
-        ]
         x, joined = self.apply(
             params,
             Net.__call__,
             self.embed_blocks(shared, anchor),
             positions,
-            joins,
+            _writes(cache),
             jnp.broadcast_to(mask, (*positions.shape, cache.size)),
             jnp.broadcast_to(jnp.arange(cache.size), (mask.shape[0], cache.size)),
         )
@@ -396,14 +270,11 @@ class DFlash:
 
     def _write_context(self, params, cache: KVCache, features) -> KVCache:
         """Writes H of the tokens that follow the cache's length, not yet committed."""
-        T = features.shape[1]
+        (B, T), S = features.shape[:2], cache.size
         positions = cache.length[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
-        context = self.apply(params, Net.context, features, positions)
-        slots = [
-            (kv_cache.write(k, ck, cache.length), kv_cache.write(v, cv, cache.length))
-            for k, v, (ck, cv) in zip(cache.k, cache.v, context, strict=True)
-        ]
-        k, v = zip(*slots, strict=True)
+        places = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, S))
+        args = features, positions, _writes(cache), places
+        k, v = zip(*self.apply(params, Net.context, *args), strict=True)
         return KVCache(k, v, cache.length)
 
     def loss(self, params, shared: Shared, batch: Batch, key: PRNGKey):
@@ -414,15 +285,20 @@ class DFlash:
         weights = jnp.where(wanted, self.slot_weights[None, None], 0.0)
         ce = base.cross_entropy(logits, batch.tokens[rows, at])
 
+        by_slot = jax.vmap(base.masked_mean, in_axes=(2, 2))
+        logs = {"ce": by_slot(ce, wanted)}
+        logs |= self.judge(shared, batch, logits, at, wanted)
+        return base.masked_mean(ce, weights), logs
+
+    def judge(self, shared: Shared, batch: Batch, logits, at, wanted) -> dict:
+        """What to log of logits [B A G V] for the labels at `at`."""
         # p of x_{s+k} is read from the state at s + k - 1. Anchors ascend, so those
         # that are judged are spread over the text.
-        A = x.shape[1]
+        A, rows = at.shape[1], jnp.arange(at.shape[0])[:, None, None]
         some = np.linspace(0, A - 1, max(1, A // base.THIN)).round().astype(int)
         target = shared.logits(batch.hidden[rows, at[:, some] - 1])
         accepted = self._acceptance(logits[:, some], target)
-        by_slot = jax.vmap(base.masked_mean, in_axes=(2, 2))
-        logs = base.acceptance(accepted, wanted[:, some])
-        return base.masked_mean(ce, weights), {"ce": by_slot(ce, wanted)} | logs
+        return base.acceptance(accepted, wanted[:, some])
 
     @property
     def slot_weights(self) -> Float[Array, "G"]:
@@ -455,20 +331,12 @@ class DFlash:
         return jnp.take_along_axis(p, best, axis=-1)[..., 0]
 
 
-def draw_anchors(
-    key: PRNGKey, mask: Bool[Array, "B T"], num_anchors: int
-) -> tuple[Int[Array, "B A"], Bool[Array, "B A"]]:
-    """Draws positions without replacement among answer tokens followed by another one.
-
-    Returns them in ascending order and which are real: a short answer has fewer than
-    asked for, the rest stand at 0 and count for nothing.
-    """
-    B, T = mask.shape
-    valid = mask & base.shift(mask, 1)
-    order = jnp.where(valid, jax.random.uniform(key, (B, T)), 2.0)
-    width = min(num_anchors, T)
-    lowest, anchors = jax.lax.top_k(-order, width)
-    real = lowest > -2.0
-    anchors = jnp.sort(jnp.where(real, anchors, T), axis=1)
-    real = anchors < T
-    return jnp.where(real, anchors, 0), real
+def _writes(cache: KVCache) -> list:
+    """What puts a layer's keys and values behind those that are cached."""
+    return [
+        lambda k, v, old_k=old_k, old_v=old_v: (
+            kv_cache.write(old_k, k, cache.length),
+            kv_cache.write(old_v, v, cache.length),
+        )
+        for old_k, old_v in zip(cache.k, cache.v, strict=True)
+    ]
