@@ -8,8 +8,9 @@ gives the survival by position, and from these alone
 
 is predicted for shorter drafts too. Beside it stands what whole runs take with the
 drafter and without, in turn, at each g: the mean of some runs and their deviation. tau
-is of those runs; `tau_predicted` is of the longest draft's survival, whose rounds begin at
-other places. The paper's predictions are for other models on a TPU and are not repeated.
+is of those runs; `tau_predicted` is of the longest draft's survival, whose rounds begin
+at other places. The paper's predictions are for other models on a TPU and are not
+repeated.
 
     python experiments/cost_model.py        5 minutes on 2 cores
 """
