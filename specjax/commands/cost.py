@@ -303,8 +303,8 @@ least constant acceptance that gains at the best gamma. Trees: greedy, of ranks 
 other prompts, at the cost of the whole chain's draft."""
 PLAN_NOTE = """\
 S: tau / (v + c). c: a draft and its commit in plain passes, of the drafter's own traced
-program. What is assumed stands in specjax/roofline.py; a plan is as good as its shares.
-"""
+program. Even: the least constant acceptance that gains. A constant one flatters long
+drafts; --alpha takes one a position. specjax/roofline.py says what is assumed."""
 
 
 def _rows(batch: int) -> str:
@@ -421,7 +421,7 @@ def _plan_head(what: str, plan) -> str:
 
 def _plan_table(rows: list[dict[str, Any]], alphas):
     given = " ".join(f"{a:g}" for a in alphas)
-    names = "drafter", "params", "c(1)", "gamma", "c", "v", "tau", "S", "break-even"
+    names = "drafter", "params", "c(1)", "gamma", "c", "v", "tau", "S", "even"
     grid = [f"{a:g}".removeprefix("0") for a in ALPHAS]
     title = (
         f"acceptance {given}, at the best gamma; right: S at the best gamma of others"
