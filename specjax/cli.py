@@ -1,4 +1,4 @@
-"""The `specjax` command: bench, certify, generate, train, tree, drafters, info.
+"""The `specjax` command: bench, certify, cost, generate, train, tree, drafters, info.
 
 Bad input ends in one line on stderr and exit status 2.
 """
@@ -11,7 +11,7 @@ from typing import Annotated
 
 import tyro
 
-from specjax.commands import bench, certify, generate, listing, train, tree
+from specjax.commands import bench, certify, cost, generate, listing, train, tree
 
 EXPECTED = (
     ValueError,
@@ -25,6 +25,7 @@ EXPECTED = (
 Command = (
     Annotated[bench.Bench, tyro.conf.subcommand("bench")]
     | Annotated[certify.Certify, tyro.conf.subcommand("certify")]
+    | Annotated[cost.Cost, tyro.conf.subcommand("cost")]
     | Annotated[generate.Generate, tyro.conf.subcommand("generate")]
     | Annotated[train.Train, tyro.conf.subcommand("train")]
     | Annotated[tree.FindTree, tyro.conf.subcommand("tree")]

@@ -10,6 +10,7 @@ from scripted import Reciter
 
 from specjax.bench import Bench, Settings
 from specjax.targets import Pretrained
+from specjax.tree import Tree
 
 LOGITS = np.array([0.0, 5.0, 4.9995, -3.0], np.float32)  # 1 and 2 tie, 3 is the least
 
@@ -42,3 +43,36 @@ def test_texts_agree_only_where_they_are_equal_or_the_target_ties(plain, drafted
     pretrained.tokenizer = tokenizer
     bench = Bench(pretrained, {"chat": ["a", "b"]}, Settings(max_new_tokens=8))
     assert bench.same_text(plain, drafted, "chat") is same
+
+
+class Timed(Bench):
+    """Rounds of known length, on a machine that is three times slower every repeat."""
+
+    def __init__(self):
+        self.settings = Settings(timing_repeats=2)
+        self.tasks = {"all": [[1]]}
+        self.pretrained = mock.Mock()
+        self.verify_ratios = {}
+        self.calls = []
+
+    def model(self, drafter, temperature):
+        return drafter
+
+    def seconds_per_round(self, model, weights, prompts):
+        kind = type(model).__name__
+        self.calls.append(kind)
+        repeat = self.calls.count("NoDrafter")
+        return {"NoDrafter": 1.0, "FreeDrafter": 2.0}.get(kind, 2.5) * 3.0**repeat
+
+
+def test_the_verify_pass_is_timed_once_a_tree_and_plain_rounds_beside_all():
+    bench, drafter = Timed(), types.SimpleNamespace(tree=Tree.chain(3))
+    first = bench.costs(drafter, None, 0.0)
+    assert (first.verify_ratio, first.draft_cost) == pytest.approx((2.0, 0.5))
+    assert bench.calls.count("FreeDrafter") == 3
+    second = bench.costs(drafter, None, 0.0)
+    assert (second.verify_ratio, second.draft_cost) == pytest.approx((2.0, 0.5))
+    assert bench.calls.count("FreeDrafter") == 3
+    assert bench.calls.count("NoDrafter") == 6
+    bench.costs(drafter, None, 1.0)  # its laws are drawn otherwise
+    assert bench.calls.count("FreeDrafter") == 6

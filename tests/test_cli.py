@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from specjax import checkpoints, cli, drafters, joint, targets, testing
+from specjax import checkpoints, cli, cost, drafters, joint, targets, testing
 from specjax.certify import planted
 from specjax.commands import bench
 from specjax.targets import Tokenizer
@@ -334,8 +334,33 @@ def test_train_parts_the_table_of_a_trained_drafter_into_clusters(world, tmp_pat
     assert status != 0 and "8 clusters already" in err
 
 
+COST = ("cost", "--target", "TOY", "--drafters", "MEDUSA")
+PLAN = ("cost", "--chip", "h100", "--model", "llama-3.2-1b", "--drafters", "eagle3")
 BENCH = ("bench", "--target", "TOY", "--drafters", "MEDUSA")
 BAD = {
+    "cost on an unknown chip": (
+        ("cost", "--chip", "h900"),
+        "unknown chip 'h900'; known: a100, h100",
+    ),
+    "cost of an unknown model": ((*PLAN[:3], "--model", "x"), "unknown model 'x'"),
+    "cost of an unknown drafter": ((*PLAN[:-1], "x"), "unknown drafter 'x'"),
+    "cost of no acceptance": (
+        (*PLAN, "--alpha", "1.2"),
+        "--alpha 1.2 is no acceptance",
+    ),
+    "cost of no rows": ((*COST, "--batch", "0"), "--batch 0 is out of range"),
+    "cost of a plan for two batches": ((*PLAN, "--batch", "1", "2"), "one --batch"),
+    "cost of a model without a chip": ((*COST, "--model", "qwen3-8b"), "its --chip"),
+    "cost of a plan at some gammas": ((*PLAN, "--gammas", "2"), "not --gammas"),
+    "cost without a repeat": ((*COST, "--repeats", "0"), "--repeats 0 is out of range"),
+    "cost of an impossible share": (
+        (*PLAN, "--bandwidth-share", "1.5"),
+        "at most 1; got 1.5",
+    ),
+    "cost past the model's positions": (
+        (*PLAN, "--context", "200000"),
+        "context 200000 is more than",
+    ),
     "no command": ((), "specjax"),
     "unknown command": (("serve",), "serve"),
     "unknown flag": (("generate", "--prompt", "a", "--heat", "1"), "heat"),
@@ -583,8 +608,42 @@ def test_a_result_that_cannot_be_written_leaves_no_half(world, tmp_path, monkeyp
     assert (tmp_path / "g.json").read_text() == "old"
 
 
+@pytest.mark.slow
+def test_cost_measures_what_a_scheduler_and_a_reader_need(world, tmp_path):
+    path = tmp_path / "cost.json"
+    status, out, err = specjax(
+        *("cost", "--target", world / "toy", "--drafters", world / "medusa"),
+        *("--num-prompts", 1, "--max-new-tokens", 8, "--repeats", 1, "--json", path),
+    )
+    assert status == 0, err
+    assert max(map(len, out.splitlines())) <= 100
+    result = json.loads(path.read_text())
+    (curve,), (row,) = result["curves"], result["drafters"]
+    assert len(cost.load_passes(path)) == 32 and curve["tokens"][0] == 1
+    G = row["gammas"][-1]
+    speeds = [
+        t / (v + c) for t, v, c in zip(row["tau"], row["v"], row["c"], strict=True)
+    ]
+    np.testing.assert_allclose(row["speedup"], speeds)
+    assert row["best_speedup"] == max(row["speedup"])
+    assert {m["gamma"] for m in row["measured"]} == {G, row["best_gamma"]}
+    for m in row["measured"]:
+        assert m["error"] == pytest.approx(m["predicted"] / m["measured"] - 1)
+
+
+def test_cost_plans_on_chips_that_are_not_here(tmp_path):
+    path = tmp_path / "cost.json"
+    status, out, err = specjax(*PLAN, "--alpha", 0.8, "--max-gamma", 2, "--json", path)
+    assert status == 0, err
+    assert "16 rows" not in out and max(map(len, out.splitlines())) <= 100
+    result = json.loads(path.read_text())
+    assert result["params"] == 1_235_814_400
+    assert result["drafters"][0]["tau"] == pytest.approx([1.8, 2.44])
+    assert len(cost.load_passes(path)) == 3
+
+
 def test_help_is_no_error():
     status, out, _ = specjax("--help")
     assert status == 0
-    assert all(name in out for name in ("bench", "generate", "train", "drafters"))
+    assert all(name in out for name in ("bench", "cost", "generate", "drafters"))
     assert tempfile.gettempdir() not in out

@@ -9,20 +9,17 @@ from typing import Any
 
 from specjax.commands import common
 
-# A language model, heads, a block: what is measured unless drafters are named.
-KINDS = ("draft_model", "medusa", "dflash")
-
 
 @dataclasses.dataclass(frozen=True)
 class Bench:
     """Measure drafters on held-out prompts: tau, acceptance, cost, speedup, law."""
 
     target: str = "tiny"  # tiny, smollm2-135m, a hub id or a folder
-    # Names or folders, comma-separated, or "all" that are shipped; three if empty.
-    drafters: str = ""
+    drafters: str = "all"  # that are shipped; or names or folders, comma-separated
     tasks: str = "code,math,chat"  # of the shipped prompts
     prompts: pathlib.Path | None = None  # .jsonl with `turns` or `prompt` instead
-    temperature: tuple[float, ...] = (0.0, 1.0)
+    # 0 and 1 if none is given; with --quick 0 alone, where a text proves itself.
+    temperature: tuple[float, ...] | None = None
     top_k: int | None = None
     top_p: float = 1.0
     min_p: float = 0.0
@@ -35,7 +32,7 @@ class Bench:
     max_new_tokens: int = 96
     batch_size: int = 1
     seed: int = 0
-    quick: bool = False  # 3 prompts a task, 48 tokens, fewer repeats
+    quick: bool = False  # 3 prompts a task, 48 tokens, fewer repeats, T = 0
     out: pathlib.Path | None = None  # folder for bench.json and bench.png
     json: pathlib.Path | None = None  # the JSON goes here instead
 
@@ -47,14 +44,17 @@ class Bench:
         common.check_writable(self.json)
         common.check_rule(self.rule)
         common.check_seed(self.seed)
-        if not self.temperature:
+        temperatures = self.temperature
+        if temperatures is None:
+            temperatures = (0.0,) if self.quick else (0.0, 1.0)
+        if not temperatures:
             raise ValueError("--temperature needs at least one number, such as 0 or 1.")
         if self.out is not None and self.out.exists() and not self.out.is_dir():
             raise FileExistsError(f"--out needs a folder; {self.out} is a file.")
         pretrained = targets.load(self.target)
         tasks = self._tasks()
         settings = bench.Settings(
-            temperatures=tuple(self.temperature),
+            temperatures=tuple(temperatures),
             num_prompts=3 if self.quick else self.num_prompts,
             max_new_tokens=48 if self.quick else self.max_new_tokens,
             batch_size=self.batch_size,
@@ -63,7 +63,7 @@ class Bench:
             top_p=self.top_p,
             min_p=self.min_p,
             rule=self.rule,
-            timing_repeats=3 if self.quick else 5,
+            timing_repeats=5 if self.quick else 9,
         )
         loaded = self._load(pretrained)
         runner = bench.Bench(
@@ -111,15 +111,13 @@ class Bench:
         """Label, name, drafter and weights of each; labels differ, names need not."""
         from specjax import checkpoints
 
-        shipped = list(checkpoints.shipped(self.target))
-        names = [n for n in shipped if n in KINDS] or shipped
-        if self.drafters:
-            names = common.names_in("--drafters", self.drafters)
-            if "all" in names and len(names) > 1:
-                raise ValueError(
-                    f"--drafters {self.drafters}: all are all; leave out the others."
-                )
-            names = shipped if names == ["all"] else names
+        names = common.names_in("--drafters", self.drafters)
+        if "all" in names and len(names) > 1:
+            raise ValueError(
+                f"--drafters {self.drafters}: all are all; leave out the others."
+            )
+        if names == ["all"]:
+            names = list(checkpoints.shipped(self.target))
         if not names:
             raise FileNotFoundError(
                 f"no drafter is shipped for target {self.target!r}; train one with "

