@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import kv_cache
+from specjax.kernels.tree_attention import choose, tree_attention
 from specjax.kv_cache import KVCache
 from specjax.layers import (
     GatedMLP,
@@ -104,6 +105,9 @@ class Block(NamedTuple):
     key_positions: Int[Array, "B S"]
     mask: Bool[Array, "#B Q S"]  # repeated for the query heads of a kv head
     start: Int[Array, "B"] | None  # slot of the first token; None = no cache
+    # What the mask was made of, for a kernel that makes its own: committed slots, and
+    # ancestors [B T M] and depths [B M] of the uncommitted ones.
+    nodes: tuple[Array, Array, Array] | None = None
 
 
 class Unrolled(NamedTuple):
@@ -126,6 +130,7 @@ class Attention(nn.Module):
 
     config: TransformerConfig
     window: int | None = None
+    implementation: str | None = None  # of `tree_attention`, where there is a cache
 
     @nn.compact
     def __call__(
@@ -162,6 +167,18 @@ class Attention(nn.Module):
             k = kv_cache.write(slots[0], k, block.start)
             v = kv_cache.write(slots[1], v, block.start)
             slots = k, v
+            if choose(self.implementation, T, k.shape[2]) != "reference":
+                assert block.nodes is not None
+                out = tree_attention(
+                    q,
+                    k,
+                    v,
+                    *block.nodes,
+                    block.query_positions,
+                    window=self.window,
+                    implementation=self.implementation,
+                )
+                return self.project(out.reshape(*out.shape[:2], -1)), slots
         else:
             slots = k, v
         mask = block.mask
@@ -169,12 +186,17 @@ class Attention(nn.Module):
             distance = block.query_positions[..., None] - block.key_positions[:, None]
             mask = mask & jnp.tile(distance < self.window, (1, G, 1))
         out = attend(group_queries(q, K), k, v, mask, own)
-        out = ungroup_queries(out, T)
+        return self.project(ungroup_queries(out, T)), slots
 
-        out = dense(out, self.param("out", normal, (c.width, c.num_heads * E)))
+    def project(self, out: Float[Array, "B T _D"]) -> Float[Array, "B T D"]:
+        """The heads' output in the stack's width."""
+        c, normal = self.config, nn.initializers.normal(0.02)
+        shape = c.width, c.num_heads * c.head_width
+        out = dense(out, self.param("out", normal, shape))
         if c.out_bias:
-            out = out + self.param("out_bias", zeros, (c.width,))[None, None]
-        return out, slots
+            bias = self.param("out_bias", nn.initializers.zeros, (c.width,))
+            out = out + bias[None, None]
+        return out
 
 
 class Layer(nn.Module):
@@ -183,12 +205,14 @@ class Layer(nn.Module):
     config: TransformerConfig
     window: int | None = None
     norm_input: bool = True  # False: attention reads the residual stream itself
+    implementation: str | None = None
 
     @nn.compact
     def __call__(self, x, block: Block, slots):
         c = self.config
         a = RMSNorm(c.norm_eps, name="input_norm")(x) if self.norm_input else x
-        a, slots = Attention(c, self.window, name="attention")(a, block, slots)
+        attention = Attention(c, self.window, self.implementation, name="attention")
+        a, slots = attention(a, block, slots)
         x = x + a
         m = RMSNorm(c.norm_eps, name="post_norm")(x)
         return x + GatedMLP(c.mlp_width, c.mlp_bias, name="mlp")(m), slots
@@ -201,6 +225,7 @@ class Transformer(nn.Module):
     """
 
     config: TransformerConfig
+    attention: str | None = None  # implementation of `tree_attention`; None chooses
 
     def setup(self):
         c = self.config
@@ -213,7 +238,8 @@ class Transformer(nn.Module):
 
     def make_layer(self, i: int) -> nn.Module:
         """Layer i; a stack of another kind of layers makes its own."""
-        return Layer(self.config, self.config.window(i))
+        window = self.config.window(i)
+        return Layer(self.config, window, implementation=self.attention)
 
     def make_norm(self) -> nn.Module:
         return RMSNorm(self.config.norm_eps)
@@ -293,7 +319,8 @@ def locate(config, shape, cache, ancestors, depths, behind=0) -> Block:
     key_positions = jnp.where(inside, start[:, None] + depth, slot[None])
     positions = start[:, None] + own
     cos, sin = rotary(config.rope, positions, config.head_width)
-    return Block(cos, sin, positions, key_positions, mask, start + behind)
+    nodes = start, jnp.broadcast_to(ancestors, (B, T, M)), depths
+    return Block(cos, sin, positions, key_positions, mask, start + behind, nodes)
 
 
 def unrolled(

@@ -21,6 +21,7 @@ class Llama:
     """See `targets.base.Target`."""
 
     config: TransformerConfig
+    attention: str | None = None  # of `kernels.tree_attention`; None chooses
 
     def init(self, key: PRNGKey) -> Params:
         """Random float32 weights; under `jax.eval_shape` only their shapes."""
@@ -34,7 +35,7 @@ class Llama:
         )
 
     def __call__(self, params: Params, tokens, cache=None, **block) -> Output:
-        return Transformer(self.config).apply(
+        return Transformer(self.config, self.attention).apply(
             {"params": params}, tokens, cache, **block
         )  # pyright: ignore[reportReturnType]
 

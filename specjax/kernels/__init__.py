@@ -1,0 +1,1 @@
+"""Operations with kernels of their own; a folder has the meaning and the speed."""

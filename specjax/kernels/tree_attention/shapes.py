@@ -1,0 +1,29 @@
+"""Realistic and awkward shapes, for tests and benchmarks alike."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    batch: int
+    nodes: int  # N
+    heads: int  # H
+    kv_heads: int  # K
+    slots: int  # S
+    width: int  # E
+    window: int | None = None
+
+
+SMALL = {
+    "one node": Shape(1, 1, 4, 2, 128, 64),
+    "a chain of 8": Shape(3, 8, 4, 2, 256, 64),
+    "33 nodes, two words": Shape(2, 33, 2, 1, 384, 128),
+    "64 nodes": Shape(2, 64, 4, 4, 512, 64),
+    "a window": Shape(3, 5, 6, 2, 1024, 64, window=100),
+    "wide heads": Shape(1, 7, 2, 1, 256, 256),
+}
+LARGE = {
+    "llama-3.1-8b, 8k": Shape(8, 16, 32, 8, 8192, 128),
+    "llama-3.1-8b, 32k, 64 nodes": Shape(1, 64, 32, 8, 32768, 128),
+    "gemma, local": Shape(8, 16, 8, 4, 8192, 256, window=1024),
+}
