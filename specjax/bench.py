@@ -12,6 +12,7 @@ pass of one token), all read in one run on one machine:
 Prefill is outside all of them: both sides pay it alike.
 """
 
+import copy
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import metrics
+from specjax import joint, metrics
 from specjax.certify import engine
 from specjax.drafters.base import Draft
 from specjax.drafters.none import NoDrafter
@@ -161,6 +162,12 @@ class Bench:
         self.cache_size = -(-needed // 128) * 128
         self.verify_ratios: dict[tuple[Tree | DynamicTree, float], float] = {}
         self.compiled: set[tuple[Model, int]] = set()  # models, with rows
+
+    def on_target_of(self, drafter: Any, params: Any) -> "Bench":
+        """The same on the target that a drafter was trained with; itself for most."""
+        own = copy.copy(self)
+        own.pretrained = joint.tuned(self.pretrained, drafter, params)
+        return own
 
     def model(self, drafter: Any, temperature: float) -> Model:
         sampling = self.settings.sampling(temperature)

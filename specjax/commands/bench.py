@@ -75,13 +75,15 @@ class Bench:
             for temperature in settings.temperatures:
                 generate.check(runner.model(drafter, temperature))
         drafters = {label: (name, d, p) for label, name, d, p in loaded}
+        runners = {label: runner.on_target_of(d, p) for label, _, d, p in loaded}
         certificates: dict[tuple[str, float], bool] = {}
 
         def lossless(label: str, temperature: float) -> bool:
             """One certificate a drafter and temperature."""
             at = (label, temperature)
             if at not in certificates:
-                certificates[at] = runner.keeps_the_law(*drafters[label], temperature)
+                run = runners[label]
+                certificates[at] = run.keeps_the_law(*drafters[label], temperature)
             return certificates[at]
 
         rows: list[dict[str, Any]] = []
@@ -101,7 +103,7 @@ class Bench:
 
             for temperature in settings.temperatures:
                 for label, _, drafter, params in loaded:
-                    rows += runner.rows(
+                    rows += runners[label].rows(
                         label, drafter, params, temperature, lossless, tick
                     )
 

@@ -153,6 +153,7 @@ class Cost:
 
     def _judge(self, runner, times, name: str, drafter: Any, params: Any):
         """One drafter: eq. 1 to 3 of `cost` and, where it was decoded, the truth."""
+        runner = runner.on_target_of(drafter, params)
         from specjax import cost, metrics
 
         G, run = drafter.gamma, None
