@@ -52,13 +52,13 @@ def tree_attention(
 
     Raises ValueError for shapes that the named kernel does not take.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    by = q.shape[-1] ** -0.5 if scale is None else scale
     chosen = choose(implementation, q.shape[1], k.shape[2])
     args = q, k, v, length, ancestors, depths, positions
     if chosen == "reference":
-        return reference.tree_attention(*args, window=window, scale=scale)
+        return reference.tree_attention(*args, window=window, scale=by)
     if chosen != "pallas_tpu":
         raise ValueError(
             f"unknown implementation {chosen!r}; known: reference, pallas_tpu."
         )
-    return tpu.tree_attention(*args, window=window, scale=scale, interpret=interpret)
+    return tpu.tree_attention(*args, window=window, scale=by, interpret=interpret)
