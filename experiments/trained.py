@@ -23,7 +23,7 @@ from specjax.generate import Model, Weights
 from specjax.sampling import Sampling
 from specjax.typing import Params
 
-RUNS = pathlib.Path(__file__).parents[1] / "runs" / "block_drafters"
+RUNS = pathlib.Path("runs") / "block_drafters"  # of the folder one works in
 
 # EAGLE-3 with the norms of 3.1 and a later state, without which it is behind EAGLE-1
 # here (LOG), unrolled as often as it drafts.

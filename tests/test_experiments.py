@@ -49,3 +49,11 @@ def test_a_papers_number_stands_beside_the_row_it_belongs_to():
     table = _common().table(rows, [{"drafter": "a", "gamma": 2, "tau": 9.0}])
     assert [column.header for column in table.columns][-2:] == ["tau", "(paper)"]
     assert list(table.columns[-1].cells) == ["-", "9"]
+
+
+def test_results_name_no_folder_of_the_machine_they_were_made_on():
+    texts = {
+        p: p.read_text() for p in (ROOT / "experiments").rglob("results/**/*.json")
+    }
+    assert texts
+    assert not [str(p) for p, text in texts.items() if '"/' in text]
