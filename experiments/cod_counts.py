@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import trained
 
-from specjax import drafters, training
+from specjax import drafters, feature_cache
 from specjax.drafters import parallel
 
 SMOKE = {"settings": ("pard:4:0.7:0.2",), "length": 32, "repeats": 1}
@@ -96,7 +96,9 @@ def cost(config: Config, shop, drafter) -> dict:
     shared, key = target.shared(weights), jax.random.key(config.seed)
     tokens = jax.random.randint(key, (1, config.length), 6, target.config.vocab_size)
     every = jnp.ones(tokens.shape, bool)
-    look = jax.jit(lambda w: training.features(target, drafter.taps, w, tokens, every))
+    look = jax.jit(
+        lambda w: feature_cache.features(target, drafter.taps, w, tokens, every)
+    )
     batch, params = look(weights), jax.jit(drafter.init)(key, shared)
     gradient = jax.grad(lambda p, b, k: drafter.loss(p, shared, b, k)[0])
     compiled = jax.jit(gradient).lower(params, batch, key).compile()

@@ -46,7 +46,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import corpus, drafters, figures, targets, training
+from specjax import corpus, drafters, feature_cache, figures, targets, training
 from specjax.corpus import Texts
 from specjax.drafters import base
 from specjax.drafters.eagle3 import Eagle3
@@ -211,7 +211,7 @@ def measure(pretrained, drafter, params, texts: Texts, temperature, depth):
 def learned(config: Config, pretrained, name: str, drafter, part: Texts, folder, seed):
     """Trains a variant on a share of the texts."""
     taps = "_".join(map(str, drafter.taps))
-    cache = training.cache_features(
+    cache = feature_cache.cache_features(
         folder / f"features-{taps}-{len(part)}", pretrained, drafter.taps, part
     )
     settings = training.TrainConfig(

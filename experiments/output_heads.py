@@ -30,6 +30,7 @@ from specjax import (
     clustered_head,
     corpus,
     draft_vocab,
+    feature_cache,
     figures,
     metrics,
     targets,
@@ -160,7 +161,7 @@ def main(config: Config) -> list[dict]:
         key=jax.random.key(config.seed),
     )
     held_out = corpus.pack(answers, config.length)
-    look = functools.partial(training.features, pretrained.target, drafter.taps)
+    look = functools.partial(feature_cache.features, pretrained.target, drafter.taps)
     args = pretrained.params, held_out.tokens, held_out.mask
     batch = jax.jit(functools.partial(look, kv_layers=drafter.kv_layers))(*args)
     shared = pretrained.target.shared(pretrained.params)

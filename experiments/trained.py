@@ -17,7 +17,7 @@ import common
 import conditional_acceptance
 import numpy as np
 
-from specjax import corpus, drafters, targets, training
+from specjax import corpus, drafters, feature_cache, targets, training
 from specjax.corpus import Texts
 from specjax.generate import Model, Weights
 from specjax.sampling import Sampling
@@ -99,13 +99,13 @@ class Workshop:
             seed=seed,
         )
 
-    def features(self, drafter: Any) -> training.FeatureCache | None:
+    def features(self, drafter: Any) -> feature_cache.FeatureCache | None:
         """What the drafter reads of the texts; None if that is nothing."""
         if not drafter.taps:
             return None
         taps = "_".join(map(str, drafter.taps))
         folder = self.folder / f"features-{self.budget.target}-{taps}"
-        return training.cache_features(
+        return feature_cache.cache_features(
             folder, self.pretrained, drafter.taps, self.texts
         )
 

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import kv_cache, scheduler, verify
+from specjax import kv_cache, scheduler, sharding, verify
 from specjax.drafters.none import NoDrafter
 from specjax.kv_cache import KVCache
 from specjax.metrics import Trace
@@ -266,17 +266,19 @@ def prefill(
     B, W, D = prompts.shape[0], max_new_tokens, drafter.tree.depth
     shared = target.shared(weights.target)
     cache = target.init_cache(B, cache_size, weights.target["embed"].dtype)
+    cache = sharding.constrain_rows(cache, B)
     out = target(weights.target, prompts, cache, taps=drafter.taps)
     last = out.hidden[jnp.arange(B), lengths - 1]
     _, first_keys = _round_keys(keys, lengths - 1)
     probs = model.sampling.probs(target.logits(weights.target, last))
     first = jax.vmap(model.sampling.pick)(probs, first_keys)
     max_positions = target.config.max_positions
+    state = drafter.prefill(
+        weights.drafter, shared, prompts, lengths, out.features, cache_size
+    )
     progress = Progress(
         cache=kv_cache.commit(out.cache, None, lengths),
-        state=drafter.prefill(
-            weights.drafter, shared, prompts, lengths, out.features, cache_size
-        ),
+        state=sharding.constrain_rows(state, B),
         plan=() if model.policy is None else model.policy.init(),
         anchor=first,
         tokens=jnp.full((B, W), PAD, jnp.int32),
@@ -416,19 +418,20 @@ def start(
 
 def finish(model: Model, progress: Progress) -> Generation:
     """Brings a run to the host."""
-    if not np.all(progress.valid):
-        rows = np.flatnonzero(~np.asarray(progress.valid)).tolist()
+    valid = sharding.fetch(progress.valid)
+    if not np.all(valid):
+        rows = np.flatnonzero(~valid).tolist()
         raise ValueError(
             f"{type(model.drafter).__name__} proposed a token to which its own law "
             f"gives probability 0 (rows {rows}): Draft.probs must be the law that "
             "Draft.tokens were drawn from."
         )
-    tokens, counts = np.asarray(progress.tokens), np.asarray(progress.num_tokens)
+    tokens, counts = map(sharding.fetch, (progress.tokens, progress.num_tokens))
     return Generation(
         tokens=[row[:n].tolist() for row, n in zip(tokens, counts, strict=True)],
-        finish_reasons=[REASONS[int(r)] for r in progress.reason],
+        finish_reasons=[REASONS[int(r)] for r in sharding.fetch(progress.reason)],
         trace=jax.tree.map(
-            lambda x: np.asarray(x)[:, : int(progress.num_rounds)], progress.trace
+            lambda x: sharding.fetch(x)[:, : int(progress.num_rounds)], progress.trace
         ),
     )
 
@@ -453,7 +456,7 @@ def stream(
     """Yields the run so far after the prefill and after every few rounds."""
     progress = start(model, weights, prompts, **options)
     yield finish(model, progress)
-    while np.any(np.asarray(progress.reason) == RUNNING):
+    while np.any(sharding.fetch(progress.reason) == RUNNING):
         progress = advance(model, weights, progress, jnp.asarray(rounds))
         yield finish(model, progress)
 

@@ -2,8 +2,8 @@
 
 A step is a pure function of (parameters, optimiser state, step number): the batch and
 the key are derived from the seed and the step, so a resumed run goes on exactly where
-the first one stopped. Features come from the target on the fly, or from a cache on disk
-when several epochs make the target's pass the larger cost.
+the first one stopped. Features come from the target on the fly or from a cache on disk
+(`feature_cache`). On a mesh (`sharding`) the same step runs split over its devices.
 """
 
 import contextlib
@@ -11,24 +11,22 @@ import dataclasses
 import functools
 import hashlib
 import json
-import os
 import pathlib
-import shutil
 import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
-from specjax import joint
+from specjax import joint, sharding
 from specjax.corpus import Texts
 from specjax.drafters import base
-from specjax.drafters.base import Batch
-from specjax.targets.base import Pretrained, Target
+from specjax.feature_cache import FeatureCache, digest, features
+from specjax.targets.base import Pretrained
 from specjax.typing import Array, Params, PRNGKey
 
 
@@ -72,130 +70,9 @@ class TrainConfig:
         )
 
 
-def features(target: Target, taps, params, tokens, mask, *, kv_layers=()) -> Batch:
-    """Runs the frozen target over a batch."""
-    (B, T), cache = tokens.shape, None
-    if kv_layers:
-        cache = target.init_cache(B, max(T, 2), params["embed"].dtype)
-    out = target(params, tokens, cache, taps=taps)
-    of = lambda i: tuple(x[:, :, :T] for x in (out.cache.k[i], out.cache.v[i]))
-    return jax.lax.stop_gradient(
-        Batch(tokens, mask, out.features, out.hidden, tuple(map(of, kv_layers)))
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class FeatureCache:
-    """Features of all texts on disk, bfloat16: the taps and the last state."""
-
-    features: np.ndarray  # [X T MD] as uint16, a memory map
-    hidden: np.ndarray  # [X T D]
-    kv: tuple[tuple[np.ndarray, np.ndarray], ...] = ()  # [X K T E] of each `kv_layers`
-
-    def batch(self, texts: Texts, index: np.ndarray) -> Batch:
-        def read(x):
-            return jnp.asarray(x[index].view(ml_dtypes.bfloat16), jnp.float32)
-
-        return Batch(
-            tokens=jnp.asarray(texts.tokens[index]),
-            mask=jnp.asarray(texts.mask[index]),
-            features=read(self.features),
-            hidden=read(self.hidden),
-            kv=tuple((read(k), read(v)) for k, v in self.kv),
-        )
-
-
-def _digest(tree: Any) -> str:
-    """SHA-256 of all numbers in a tree."""
-    digest = hashlib.sha256()
-    for leaf in jax.tree.leaves(tree):
-        digest.update(np.asarray(leaf).tobytes())
-    return digest.hexdigest()
-
-
 def _shapes(params: Params) -> list[str]:
     leaves = jax.tree_util.tree_leaves_with_path(params)
     return [f"{jax.tree_util.keystr(path)} {x.shape}" for path, x in leaves]
-
-
-def cache_features(
-    folder: str | pathlib.Path,
-    pretrained: Pretrained,
-    taps: tuple[int, ...],
-    texts: Texts,
-    batch_size: int = 8,
-    progress: Callable[[int], None] = lambda done: None,
-    kv_layers: tuple[int, ...] = (),
-) -> FeatureCache:
-    """Opens the cache of exactly these texts, taps and target, or builds it."""
-    folder = pathlib.Path(folder)
-    X, T = texts.tokens.shape
-    D = pretrained.target.config.width
-    manifest = {
-        "target": pretrained.name,
-        "weights": _digest(pretrained.params),  # a name may outlive its weights
-        "taps": list(taps),
-        "texts": _digest(texts.tokens),
-        "shape": [X, T, D],
-    } | ({"kv_layers": list(kv_layers)} if kv_layers else {})
-    if folder.exists():
-        found = folder / "manifest.json"
-        if not found.is_file() or found.read_text() != json.dumps(manifest):
-            raise ValueError(
-                f"{folder} is no feature cache of these texts and taps {taps} for "
-                f"{pretrained.name}; name a new folder or delete it."
-            )
-        return _open_cache(folder, X, T, D, len(taps), len(kv_layers))
-
-    beside = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
-    run = jax.jit(
-        functools.partial(features, pretrained.target, taps, kv_layers=kv_layers)
-    )
-    files: dict[str, np.memmap] = {}
-    for start in range(0, X, batch_size):
-        rows = np.minimum(np.arange(start, start + batch_size), X - 1)
-        batch = run(pretrained.params, texts.tokens[rows], texts.mask[rows])
-        for name, array in _arrays(batch.features, batch.hidden, batch.kv).items():
-            narrow = np.asarray(array).astype(ml_dtypes.bfloat16).view(np.uint16)
-            if name not in files:
-                files[name] = np.lib.format.open_memmap(
-                    beside / f"{name}.npy", "w+", np.uint16, (X, *narrow.shape[1:])
-                )
-            files[name][rows] = narrow
-        progress(int(rows[-1]) + 1)
-    for file in files.values():
-        file.flush()
-    (beside / "manifest.json").write_text(json.dumps(manifest))
-    os.replace(beside, folder)
-    return _open_cache(folder, X, T, D, len(taps), len(kv_layers))
-
-
-def _arrays(features, hidden, kv) -> dict[str, Any]:
-    """Names of a cache's files, and what they hold."""
-    named = {"features": features, "hidden": hidden}
-    for i, (k, v) in enumerate(kv):
-        named |= {f"keys_{i}": k, f"values_{i}": v}
-    return named
-
-
-def _open_cache(folder, X, T, D, M, num_kv) -> FeatureCache:
-    open_ = lambda name: np.load(folder / f"{name}.npy", mmap_mode="r")
-    try:
-        stored, hidden = open_("features"), open_("hidden")
-        whole = stored.shape == (X, T, M * D) and hidden.shape == (X, T, D)
-        kv = tuple((open_(f"keys_{i}"), open_(f"values_{i}")) for i in range(num_kv))
-        whole = whole and all(x.shape[::2] == (X, T) for pair in kv for x in pair)
-    except (ValueError, EOFError, FileNotFoundError):  # cut short, empty or gone
-        raise _damaged(folder) from None
-    if not whole:
-        raise _damaged(folder)
-    return FeatureCache(stored, hidden, kv)
-
-
-def _damaged(folder) -> ValueError:
-    return ValueError(f"the feature cache in {folder} is damaged; delete it.")
 
 
 @functools.partial(
@@ -222,6 +99,7 @@ def train_step(
     keep = lambda new, old: jnp.where(empty, old, new)
     params = jax.tree.map(keep, optax.apply_updates(params, updates), params)
     state = jax.tree.map(keep, moved, state)
+    params, state = map(sharding.constrain_params, (params, state))
     skipped = empty.astype(jnp.float32)
     return params, state, {"loss": value, "grad_norm": norm, "skipped": skipped}
 
@@ -263,7 +141,7 @@ class Checkpoints:
                 f"({', '.join(differ)}); use a new --out folder or the old settings."
             )
         abstract = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
             {"params": params, "state": state},
         )
         args = self.ocp.args.StandardRestore(abstract)
@@ -291,9 +169,8 @@ def _about(pretrained, drafter, texts: Texts, config, weights) -> dict[str, Any]
         "drafter": type(drafter).__name__,
         "fields": json.loads(json.dumps(dataclasses.asdict(drafter))),
         "config": dataclasses.asdict(config),
-        "texts": _digest((texts.tokens, texts.mask)),
+        "texts": digest((texts.tokens, texts.mask)),
         "target": pretrained.name,
-        "weights": _digest(pretrained.params),
         "shapes": hashlib.sha256(str(_shapes(weights)).encode()).hexdigest(),
     }
 
@@ -307,6 +184,7 @@ def train(
     folder: str | pathlib.Path | None = None,
     params: Params | None = None,
     cache: FeatureCache | None = None,
+    mesh: Mesh | None = None,
     log: Callable[[int, dict[str, float]], None] = lambda step, values: None,
     stop_after: int | None = None,
 ) -> Params:
@@ -316,44 +194,30 @@ def train(
       folder: checkpoints go to its `checkpoints/`, and a run found there goes on.
       params: a warm start; None initialises by the drafter's own rule. A drafter that
         is trained together with its target (`joint`) gets an adapter if it has none.
+      mesh: where weights, optimiser, target and batches are split; None: one device.
+        In a run of several processes each calls this alike.
       log: called every `log_every` steps with loss, alpha by position, tau, tokens/s.
       stop_after: ends early at this step with a checkpoint, as a killed run would.
     """
     init_key, run_key = jax.random.split(jax.random.key(config.seed))
-    shared = pretrained.target.shared(pretrained.params)
-    learner, context = drafter, lambda step: shared
-    if base.joint(drafter) is not None:
-        learner = joint.Learner(drafter, pretrained.target)
-        params = learner.start(init_key, shared, pretrained.params, params)
-        context = lambda step: joint.Context(
-            shared, pretrained.params, jnp.float32(step / config.steps)
-        )
-    if params is None:
-        params = jax.jit(drafter.init)(init_key, shared)
-    copy = lambda x: jnp.array(x, jnp.float32)  # donated below
-    weights = jax.tree.map(copy, params)
-    state = config.optimiser().init(weights)
-
-    reads = {"kv_layers": base.kv_layers(drafter)}
-    look = jax.jit(
-        functools.partial(features, pretrained.target, drafter.taps, **reads)
-    )
-    keeper, first = None, 0
-    last = min(config.steps, stop_after or config.steps)
+    learner, target, context = _learner(pretrained, drafter, config, mesh)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(sharding.use(mesh))
+        weights, state = _begin(learner, config, init_key, context(0), params, mesh)
+        keeper, first = None, 0
         if folder is not None:
             about = _about(pretrained, drafter, texts, config, weights)
+            about["weights"] = sharding.fingerprint(target)
             keeper = Checkpoints(pathlib.Path(folder) / "checkpoints", about)
             stack.callback(keeper.close)
             first, weights, state = keeper.restore(weights, state)
 
+        read = _reader(pretrained.target, target, drafter, texts, cache, mesh)
+        last = min(config.steps, stop_after or config.steps)
         began, tokens_seen = time.perf_counter(), 0
         for step in range(first, last):
             rows = texts.batch(step, config.batch_size, config.seed)
-            if cache is not None:
-                batch = cache.batch(texts, rows)
-            else:
-                batch = look(pretrained.params, texts.tokens[rows], texts.mask[rows])
+            batch = read(rows)
             key: PRNGKey = jax.random.fold_in(run_key, step)
             done = step + 1
             logs = done % config.log_every == 0 or done == last
@@ -377,6 +241,50 @@ def train(
             if keeper and saves:
                 keeper.save(done, weights, state)
     return weights
+
+
+def _learner(pretrained: Pretrained, drafter: Any, config: TrainConfig, mesh):
+    """What is trained, the target's weights where they lie, and what a loss reads."""
+    target = sharding.place(pretrained.params, mesh)
+    shared = pretrained.target.shared(target)
+    if base.joint(drafter) is None:
+        return drafter, target, lambda step: shared
+    learner = joint.Learner(drafter, pretrained.target)
+    return (
+        learner,
+        target,
+        lambda step: joint.Context(shared, target, np.float32(step / config.steps)),
+    )
+
+
+def _begin(learner, config: TrainConfig, key, context, params, mesh):
+    """Weights and optimiser before the first step, on the mesh."""
+    if isinstance(learner, joint.Learner):
+        params = learner.start(key, context.shared, context.target, params)
+    if params is None:
+        params = jax.jit(learner.init)(key, context)
+    copy = lambda x: jnp.array(x, jnp.float32)  # donated by every step
+    weights = sharding.place(jax.tree.map(copy, params), mesh)
+    init = config.optimiser().init
+    if mesh is None:
+        return weights, init(weights)
+    split = sharding.shardings(jax.eval_shape(init, weights), mesh)
+    return weights, jax.jit(init, out_shardings=split)(weights)
+
+
+def _reader(target, params, drafter, texts: Texts, cache: FeatureCache | None, mesh):
+    """The batch of given rows, features with it."""
+    if cache is not None:
+        return lambda rows: cache.batch(texts, rows, mesh)
+    reads = {"kv_layers": base.kv_layers(drafter)}
+    look = jax.jit(functools.partial(features, target, drafter.taps, **reads))
+
+    def read(rows):
+        shape = len(rows), texts.tokens.shape[1]
+        load = lambda x: sharding.load(mesh, shape, lambda part: x[rows[part]])
+        return look(params, load(texts.tokens), load(texts.mask))
+
+    return read
 
 
 def _scalars(values: dict[str, np.ndarray]) -> dict[str, float]:

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 
-from specjax import drafters, kv_cache, testing, training
+from specjax import drafters, feature_cache, kv_cache, testing
 from specjax.certify import engine
 from specjax.drafters import base
 from specjax.drafters.draft_model import DraftModel
@@ -69,7 +69,7 @@ class Kit:
         layers = base.kv_layers(drafter)
         self.look = jax.jit(
             functools.partial(
-                training.features, self.target, drafter.taps, kv_layers=layers
+                feature_cache.features, self.target, drafter.taps, kv_layers=layers
             )
         )
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from test_gemma import IDS, A, B, F, S, load
 
-from specjax import checkpoints, kv_cache, testing, training
+from specjax import checkpoints, feature_cache, kv_cache, testing
 from specjax.drafters import base
 from specjax.drafters.gemma4_mtp import Gemma4MTP, with_clusters
 from specjax.generate import Model, Weights, advance, autoregressive, generate, start
@@ -273,7 +273,7 @@ def kit(**fields):
 
 def batch_of(target, params, drafter, tokens=TEXT):
     mask = jnp.ones(tokens.shape, bool)
-    look = functools.partial(training.features, target, drafter.taps)
+    look = functools.partial(feature_cache.features, target, drafter.taps)
     return look(params, tokens, mask, kv_layers=drafter.kv_layers)
 
 

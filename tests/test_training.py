@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from specjax import targets, testing, training
+from specjax import feature_cache, targets, testing, training
 from specjax.corpus import Texts
 from specjax.drafters import base
 from specjax.drafters.medusa import Medusa
@@ -286,7 +286,7 @@ def test_a_batch_with_nothing_to_learn_moves_nothing_and_is_counted(pretrained):
     rows = np.arange(4)
     for step, empty in enumerate((False, False, True)):
         mask = TEXTS.mask[rows] & (not empty)
-        batch = training.features(
+        batch = feature_cache.features(
             pretrained.target,
             drafter.taps,
             pretrained.params,
@@ -307,14 +307,14 @@ def test_a_batch_with_nothing_to_learn_moves_nothing_and_is_counted(pretrained):
 
 
 def build(folder, pretrained, taps=(-1,), texts=TEXTS, **options):
-    return training.cache_features(folder, pretrained, taps, texts, **options)
+    return feature_cache.cache_features(folder, pretrained, taps, texts, **options)
 
 
 def test_cached_features_are_those_computed_on_the_fly(pretrained, tmp_path):
     taps, done = (1, -1), []
     cache = build(tmp_path / "c", pretrained, taps, batch_size=4, progress=done.append)
     assert done == [4, 8, 10]  # the last batch is not full
-    run = jax.jit(functools.partial(training.features, pretrained.target, taps))
+    run = jax.jit(functools.partial(feature_cache.features, pretrained.target, taps))
     live = run(pretrained.params, TEXTS.tokens, TEXTS.mask)
     rows = np.array([9, 0, 3, 8, 9])  # any order, repeats too
     batch = cache.batch(TEXTS, rows)
@@ -335,7 +335,7 @@ def test_cached_features_are_those_computed_on_the_fly(pretrained, tmp_path):
 def test_cached_keys_and_values_are_those_of_their_layer_and_row(pretrained, tmp_path):
     layers, rows = {"kv_layers": (0, 1)}, np.array([9, 0])
     cache = build(tmp_path / "c", pretrained, **layers)
-    run = functools.partial(training.features, pretrained.target, (-1,), **layers)
+    run = functools.partial(feature_cache.features, pretrained.target, (-1,), **layers)
     live = jax.jit(run)(pretrained.params, TEXTS.tokens, TEXTS.mask)
     empty = pretrained.target.init_cache(len(TEXTS), 16)
     own = jax.jit(pretrained.target)(pretrained.params, TEXTS.tokens, empty).cache

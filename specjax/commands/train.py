@@ -43,7 +43,14 @@ class Train:
     json: pathlib.Path | None = None  # last metrics
 
     def run(self) -> None:
-        from specjax import checkpoints, drafters, joint, targets, training
+        from specjax import (
+            checkpoints,
+            drafters,
+            feature_cache,
+            joint,
+            targets,
+            training,
+        )
         from specjax.drafters import base
 
         drafters.get(self.drafter)  # an unknown name says which are known
@@ -72,7 +79,7 @@ class Train:
         cache = None
         if self.feature_cache:
             print(f"features of {len(texts)} texts -> {self.feature_cache}")
-            cache = training.cache_features(
+            cache = feature_cache.cache_features(
                 self.feature_cache,
                 pretrained,
                 drafter.taps,

@@ -1,0 +1,244 @@
+"""Sharding as data: the axes of a mesh that each dimension of an array is split over.
+
+    data    rows of a batch
+    fsdp    rows of a batch, and parameters and optimiser state in storage
+    tensor  heads, hidden units, experts and vocabulary
+
+The same program runs on one device and on many: it names no device, `constrain` does
+nothing outside `use`, and XLA's partitioner (GSPMD) puts the collectives in. A
+dimension that its axes do not divide stays whole.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from specjax.typing import Array, Params
+
+AXES = ("data", "fsdp", "tensor")
+ROWS = ("data", "fsdp")
+STACKED = "layers"  # a tree under this name has one more axis in front: the layers
+
+Axis = str | tuple[str, ...] | None
+F, T = "fsdp", "tensor"
+# Axes of a parameter by its name, last dimensions last. Products contract the last one.
+RULES: dict[str, Sequence[Axis]] = {
+    "embed": (T, F),  # [V D]
+    "head": (T, F),
+    "vocab": (T, F),
+    "w1": (T, F),  # of DSpark [V r], of blockwise heads [G F D]
+    "w2": (T, F),
+    "predecessor": (T, F),
+    "successor": (T, F),
+    "u": (None, T, F),  # [G V D]
+    "qkv": (T, None, None, F),  # [K G + 2 E D]
+    "q": (T, None, F),  # [H E D]; of a Gemma layer [K G E D]
+    "k": (T, None, F),
+    "v": (T, None, F),
+    "kv": (None, T, None, F),  # [2 K E D]
+    "q_up": (T, None, F),  # [H E R]
+    "kv_up": (T, None, F),
+    "out": (F, T),  # [D H E]
+    "gate_up": (None, T, F),  # [2 F D]
+    "down": (F, T),  # [D F]
+}
+EXPERTS: dict[str, Sequence[Axis]] = {
+    "gate_up": (T, F, None),  # [X D 2 F]
+    "down": (T, None, F),  # [X F D]
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshShape:
+    """Devices along each axis."""
+
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+
+    def __post_init__(self):
+        for name, size in dataclasses.asdict(self).items():
+            if size < 1:
+                raise ValueError(f"a mesh needs {name} >= 1, got {size}.")
+
+    @classmethod
+    def parse(cls, text: str) -> "MeshShape":
+        """Reads "data=2,fsdp=4,tensor=4"; what is not named is 1."""
+        sizes = {}
+        for part in filter(None, text.split(",")):
+            name, _, size = part.partition("=")
+            if name not in AXES or not size.isdecimal() or name in sizes:
+                raise ValueError(
+                    f"mesh {text!r}: {part!r} is none of data=N, fsdp=N and tensor=N, "
+                    "each once."
+                )
+            sizes[name] = int(size)
+        return cls(**sizes)
+
+    @property
+    def size(self) -> int:
+        return self.data * self.fsdp * self.tensor
+
+    def make(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
+        """The mesh over all devices, or over those given: exactly as many."""
+        devices = jax.devices() if devices is None else devices
+        if len(devices) != self.size:
+            raise ValueError(
+                f"a mesh of {self.data} x {self.fsdp} x {self.tensor} (data, fsdp, "
+                f"tensor) needs {self.size} devices; there are {len(devices)}."
+            )
+        shape, kinds = (self.data, self.fsdp, self.tensor), (AxisType.Auto,) * 3
+        return jax.make_mesh(shape, AXES, axis_types=kinds, devices=devices)
+
+
+@contextlib.contextmanager
+def use(mesh: Mesh | None) -> Iterator[None]:
+    """`constrain` refers to this mesh; None leaves all as it is."""
+    if mesh is None:
+        yield
+    else:
+        with jax.set_mesh(mesh):
+            yield
+
+
+def fit(
+    axes: Sequence[Axis], shape: Sequence[int], mesh: Mesh | AbstractMesh
+) -> PartitionSpec:
+    """`axes` of an array's dimensions, without those that do not divide them."""
+    kept = []
+    for axis, size in zip(axes, shape, strict=True):
+        names = (axis,) if isinstance(axis, str) else axis or ()
+        ways = math.prod(mesh.shape[name] for name in names)
+        kept.append(axis if ways > 1 and size % ways == 0 else None)
+    return PartitionSpec(*kept)
+
+
+def constrain(x: Array, *axes: Axis) -> Array:
+    """Asks for a split of x over the mesh in use; without one, x itself."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return x
+    axes = (*axes, *[None] * (x.ndim - len(axes)))
+    return jax.lax.with_sharding_constraint(x, fit(axes, x.shape, mesh))
+
+
+def row_axes(x: Any, batch_size: int) -> tuple[Axis, ...]:
+    """Of an array kept a row: [B ..] over rows, a cache [B K S E] over heads too."""
+    if x.ndim == 0 or x.shape[0] != batch_size:
+        return (None,) * x.ndim
+    heads = (T, None, None) if x.ndim == 4 else (None,) * (x.ndim - 1)
+    return ROWS, *heads
+
+
+def constrain_rows(tree: Any, batch_size: int) -> Any:
+    """`constrain` of every array of a cache or a drafter's state."""
+    return jax.tree.map(lambda x: constrain(x, *row_axes(x, batch_size)), tree)
+
+
+def axes_of(path: Sequence[str], shape: Sequence[int]) -> tuple[Axis, ...]:
+    """Axes of a parameter by the names on its path; the optimiser's have the same.
+
+    What no rule names is split over fsdp along its largest dimension.
+    """
+    lead = 1 if STACKED in path else 0
+    inner, name = shape[lead:], path[-1] if path else ""
+    rule = RULES.get(name)
+    if name in EXPERTS and len(inner) == 3 and inner[0] != 2:
+        rule = EXPERTS[name]
+    if name == "q" and len(inner) == 4:
+        rule = RULES["qkv"]
+    if rule is None or len(rule) != len(inner):
+        rule = [None] * len(inner)
+        if len(inner) > 1:
+            rule[int(np.argmax(inner))] = F
+    return (*[None] * lead, *rule)
+
+
+def _named(entry: Any) -> str:
+    return str(getattr(entry, "key", getattr(entry, "name", getattr(entry, "idx", ""))))
+
+
+def shardings(tree: Any, mesh: Mesh) -> Any:
+    """A sharding for each leaf of parameters or of an optimiser's state."""
+
+    def of(path, x):
+        names = [_named(entry) for entry in path]
+        return NamedSharding(mesh, fit(axes_of(names, x.shape), x.shape, mesh))
+
+    return jax.tree_util.tree_map_with_path(of, tree)
+
+
+def constrain_params(tree: Params) -> Params:
+    """Keeps parameters where `shardings` puts them, inside a compiled step."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return tree
+    of = lambda path, x: constrain(x, *axes_of([_named(e) for e in path], x.shape))
+    return jax.tree_util.tree_map_with_path(of, tree)
+
+
+def place(tree: Params, mesh: Mesh | None) -> Params:
+    """Puts parameters on the mesh; each process holds the same and keeps its part."""
+    if mesh is None:
+        return tree
+    put = lambda x, at: jax.make_array_from_callback(x.shape, at, lambda i: x[i])
+    host = jax.tree.map(np.asarray, tree)
+    return jax.tree.map(put, host, shardings(tree, mesh))
+
+
+def rows(mesh: Mesh, shape: Sequence[int]) -> NamedSharding:
+    """Of a batch [B ..]: rows over data and fsdp."""
+    axes = (ROWS, *[None] * (len(shape) - 1))
+    return NamedSharding(mesh, fit(axes, shape, mesh))
+
+
+def load(
+    mesh: Mesh | None, shape: Sequence[int], read: Callable[[slice], np.ndarray]
+) -> Array:
+    """A batch [B ..] of which each process reads only its own rows, by slices."""
+    if mesh is None:
+        return jnp.asarray(read(slice(0, shape[0])))
+    split = rows(mesh, shape)
+    return jax.make_array_from_callback(tuple(shape), split, lambda i: read(i[0]))
+
+
+@jax.jit
+def _mixed(tree: Params) -> list[Array]:
+    """Sums of hashed bits: integers, so equal in whatever order they are added."""
+
+    def mix(x, seed):
+        width = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
+        bits = jax.lax.bitcast_convert_type(x, width).astype(jnp.uint32)
+        place = jnp.full(x.shape, seed, jnp.uint32)
+        for axis in range(x.ndim):
+            iota = jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+            place = (place ^ iota) * jnp.uint32(0x9E3779B1)
+        for factor in (0x85EBCA6B, 0xC2B2AE35):
+            bits = (bits ^ place) * jnp.uint32(factor)
+            bits = bits ^ (bits >> jnp.uint32(15))
+        return jnp.sum(bits, dtype=jnp.uint32)
+
+    leaves = jax.tree.leaves(tree)
+    return [jnp.stack([mix(x, seed) for seed in (1, 2)]) for x in leaves]
+
+
+def fingerprint(tree: Params) -> str:
+    """64 bits for each array by its content, wherever its parts lie, as one hash."""
+    mixed = np.array([fetch(x) for x in _mixed(tree)])
+    return hashlib.sha256(mixed.tobytes()).hexdigest()
+
+
+def fetch(x: Array) -> np.ndarray:
+    """A whole array on the host, also one that several processes hold."""
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        from jax.experimental import multihost_utils
+
+        return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+    return np.asarray(x)
