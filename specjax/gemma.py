@@ -42,6 +42,7 @@ from specjax.layers import (
     gelu,
     group_queries,
     mixture,
+    of_layers,
     rotate,
     ungroup_queries,
 )
@@ -279,7 +280,7 @@ class Stack(Transformer):
 
     def make_layer(self, i: int) -> nn.Module:
         window, c = self.config.windows[i], self.config
-        return Layer(c, window is None, window, i < c.num_owners)
+        return of_layers(Layer)(c, window is None, window, i < c.num_owners)
 
     def make_norm(self) -> nn.Module:
         return Norm(self.config.norm_eps)

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import kv_cache, scheduler, sharding, verify
+from specjax import distributed, kv_cache, scheduler, sharding, verify
 from specjax.drafters.none import NoDrafter
 from specjax.kv_cache import KVCache
 from specjax.metrics import Trace
@@ -418,7 +418,7 @@ def start(
 
 def finish(model: Model, progress: Progress) -> Generation:
     """Brings a run to the host."""
-    valid = sharding.fetch(progress.valid)
+    valid = distributed.fetch(progress.valid)
     if not np.all(valid):
         rows = np.flatnonzero(~valid).tolist()
         raise ValueError(
@@ -426,12 +426,13 @@ def finish(model: Model, progress: Progress) -> Generation:
             f"gives probability 0 (rows {rows}): Draft.probs must be the law that "
             "Draft.tokens were drawn from."
         )
-    tokens, counts = map(sharding.fetch, (progress.tokens, progress.num_tokens))
+    tokens, counts = map(distributed.fetch, (progress.tokens, progress.num_tokens))
     return Generation(
         tokens=[row[:n].tolist() for row, n in zip(tokens, counts, strict=True)],
-        finish_reasons=[REASONS[int(r)] for r in sharding.fetch(progress.reason)],
+        finish_reasons=[REASONS[int(r)] for r in distributed.fetch(progress.reason)],
         trace=jax.tree.map(
-            lambda x: sharding.fetch(x)[:, : int(progress.num_rounds)], progress.trace
+            lambda x: distributed.fetch(x)[:, : int(progress.num_rounds)],
+            progress.trace,
         ),
     )
 
@@ -456,7 +457,7 @@ def stream(
     """Yields the run so far after the prefill and after every few rounds."""
     progress = start(model, weights, prompts, **options)
     yield finish(model, progress)
-    while np.any(sharding.fetch(progress.reason) == RUNNING):
+    while np.any(distributed.fetch(progress.reason) == RUNNING):
         progress = advance(model, weights, progress, jnp.asarray(rounds))
         yield finish(model, progress)
 

@@ -44,6 +44,7 @@ from specjax.layers import (
     dense,
     group_queries,
     mixture,
+    of_layers,
     rotate,
 )
 from specjax.transformer import Transformer, TransformerConfig
@@ -211,20 +212,25 @@ class Layer(nn.Module):
         return x + GatedMLP(c.mlp_width, name="mlp")(m), slots
 
 
+def layer_of(config: DeepSeekConfig, i: int) -> nn.Module:
+    """Layer i of a stack."""
+    return of_layers(Layer)(config, i >= config.num_dense_layers)
+
+
 class Stack(Transformer):
     """The stack with its embedding and head; see `transformer.Transformer`."""
 
     config: DeepSeekConfig
 
     def make_layer(self, i: int) -> nn.Module:
-        return Layer(self.config, i >= self.config.num_dense_layers)
+        return layer_of(self.config, i)
 
 
 def last_layer(config: TransformerConfig, **options: Any) -> nn.Module:
     """A layer as the last ones of a stack of this config are."""
     if isinstance(config, DeepSeekConfig):
-        return Layer(config, **options)
-    return transformer.Layer(config, **options)
+        return of_layers(Layer)(config, **options)
+    return of_layers(transformer.Layer)(config, **options)
 
 
 def init_cache(

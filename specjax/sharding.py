@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from specjax import distributed
 from specjax.typing import Array, Params
 
 AXES = ("data", "fsdp", "tensor")
@@ -28,31 +29,31 @@ ROWS = ("data", "fsdp")
 STACKED = "layers"  # a tree under this name has one more axis in front: the layers
 
 Axis = str | tuple[str, ...] | None
-F, T = "fsdp", "tensor"
+_F, _T = "fsdp", "tensor"
 # Axes of a parameter by its name, last dimensions last. Products contract the last one.
 RULES: dict[str, Sequence[Axis]] = {
-    "embed": (T, F),  # [V D]
-    "head": (T, F),
-    "vocab": (T, F),
-    "w1": (T, F),  # of DSpark [V r], of blockwise heads [G F D]
-    "w2": (T, F),
-    "predecessor": (T, F),
-    "successor": (T, F),
-    "u": (None, T, F),  # [G V D]
-    "qkv": (T, None, None, F),  # [K G + 2 E D]
-    "q": (T, None, F),  # [H E D]; of a Gemma layer [K G E D]
-    "k": (T, None, F),
-    "v": (T, None, F),
-    "kv": (None, T, None, F),  # [2 K E D]
-    "q_up": (T, None, F),  # [H E R]
-    "kv_up": (T, None, F),
-    "out": (F, T),  # [D H E]
-    "gate_up": (None, T, F),  # [2 F D]
-    "down": (F, T),  # [D F]
+    "embed": (_T, _F),  # [V D]
+    "head": (_T, _F),
+    "vocab": (_T, _F),
+    "w1": (_T, _F),  # of DSpark [V r], of blockwise heads [G F D]
+    "w2": (_T, _F),
+    "predecessor": (_T, _F),
+    "successor": (_T, _F),
+    "u": (None, _T, _F),  # [G V D]
+    "qkv": (_T, None, None, _F),  # [K G + 2 E D]
+    "q": (_T, None, _F),  # [H E D]; of a Gemma layer [K G E D]
+    "k": (_T, None, _F),
+    "v": (_T, None, _F),
+    "kv": (None, _T, None, _F),  # [2 K E D]
+    "q_up": (_T, None, _F),  # [H E R]
+    "kv_up": (_T, None, _F),
+    "out": (_F, _T),  # [D H E]
+    "gate_up": (None, _T, _F),  # [2 F D]
+    "down": (_F, _T),  # [D F]
 }
 EXPERTS: dict[str, Sequence[Axis]] = {
-    "gate_up": (T, F, None),  # [X D 2 F]
-    "down": (T, None, F),  # [X F D]
+    "gate_up": (_T, _F, None),  # [X D 2 F]
+    "down": (_T, None, _F),  # [X F D]
 }
 
 
@@ -87,7 +88,7 @@ class MeshShape:
     def size(self) -> int:
         return self.data * self.fsdp * self.tensor
 
-    def make(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    def make(self, devices: Sequence[Any] | None = None) -> Mesh:
         """The mesh over all devices, or over those given: exactly as many."""
         devices = jax.devices() if devices is None else devices
         if len(devices) != self.size:
@@ -109,6 +110,11 @@ def use(mesh: Mesh | None) -> Iterator[None]:
             yield
 
 
+def in_use() -> bool:
+    """Whether a mesh is in use."""
+    return not jax.sharding.get_abstract_mesh().empty
+
+
 def fit(
     axes: Sequence[Axis], shape: Sequence[int], mesh: Mesh | AbstractMesh
 ) -> PartitionSpec:
@@ -118,14 +124,16 @@ def fit(
         names = (axis,) if isinstance(axis, str) else axis or ()
         ways = math.prod(mesh.shape[name] for name in names)
         kept.append(axis if ways > 1 and size % ways == 0 else None)
+    while kept and kept[-1] is None:  # as XLA writes it: else it would compile twice
+        kept.pop()
     return PartitionSpec(*kept)
 
 
 def constrain(x: Array, *axes: Axis) -> Array:
     """Asks for a split of x over the mesh in use; without one, x itself."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
+    if not in_use():
         return x
+    mesh = jax.sharding.get_abstract_mesh()
     axes = (*axes, *[None] * (x.ndim - len(axes)))
     return jax.lax.with_sharding_constraint(x, fit(axes, x.shape, mesh))
 
@@ -134,7 +142,7 @@ def row_axes(x: Any, batch_size: int) -> tuple[Axis, ...]:
     """Of an array kept a row: [B ..] over rows, a cache [B K S E] over heads too."""
     if x.ndim == 0 or x.shape[0] != batch_size:
         return (None,) * x.ndim
-    heads = (T, None, None) if x.ndim == 4 else (None,) * (x.ndim - 1)
+    heads = (_T, None, None) if x.ndim == 4 else (None,) * (x.ndim - 1)
     return ROWS, *heads
 
 
@@ -156,9 +164,8 @@ def axes_of(path: Sequence[str], shape: Sequence[int]) -> tuple[Axis, ...]:
     if name == "q" and len(inner) == 4:
         rule = RULES["qkv"]
     if rule is None or len(rule) != len(inner):
-        rule = [None] * len(inner)
-        if len(inner) > 1:
-            rule[int(np.argmax(inner))] = F
+        largest = int(np.argmax(inner)) if len(inner) > 1 else None
+        rule = [_F if i == largest else None for i in range(len(inner))]
     return (*[None] * lead, *rule)
 
 
@@ -178,7 +185,7 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
 
 def constrain_params(tree: Params) -> Params:
     """Keeps parameters where `shardings` puts them, inside a compiled step."""
-    if jax.sharding.get_abstract_mesh().empty:
+    if not in_use():
         return tree
     of = lambda path, x: constrain(x, *axes_of([_named(e) for e in path], x.shape))
     return jax.tree_util.tree_map_with_path(of, tree)
@@ -188,9 +195,14 @@ def place(tree: Params, mesh: Mesh | None) -> Params:
     """Puts parameters on the mesh; each process holds the same and keeps its part."""
     if mesh is None:
         return tree
-    put = lambda x, at: jax.make_array_from_callback(x.shape, at, lambda i: x[i])
-    host = jax.tree.map(np.asarray, tree)
-    return jax.tree.map(put, host, shardings(tree, mesh))
+
+    def put(x, split):
+        if isinstance(x, jax.Array) and x.sharding == split:
+            return x
+        host = np.asarray(x)
+        return jax.make_array_from_callback(host.shape, split, lambda i: host[i])
+
+    return jax.tree.map(put, tree, shardings(tree, mesh))
 
 
 def rows(mesh: Mesh, shape: Sequence[int]) -> NamedSharding:
@@ -205,8 +217,8 @@ def load(
     """A batch [B ..] of which each process reads only its own rows, by slices."""
     if mesh is None:
         return jnp.asarray(read(slice(0, shape[0])))
-    split = rows(mesh, shape)
-    return jax.make_array_from_callback(tuple(shape), split, lambda i: read(i[0]))
+    part = lambda index: read(index[0])  # pyright: ignore[reportOptionalSubscript]
+    return jax.make_array_from_callback(tuple(shape), rows(mesh, shape), part)
 
 
 @jax.jit
@@ -231,14 +243,5 @@ def _mixed(tree: Params) -> list[Array]:
 
 def fingerprint(tree: Params) -> str:
     """64 bits for each array by its content, wherever its parts lie, as one hash."""
-    mixed = np.array([fetch(x) for x in _mixed(tree)])
+    mixed = np.array([distributed.fetch(x) for x in _mixed(tree)])
     return hashlib.sha256(mixed.tobytes()).hexdigest()
-
-
-def fetch(x: Array) -> np.ndarray:
-    """A whole array on the host, also one that several processes hold."""
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        from jax.experimental import multihost_utils
-
-        return np.asarray(multihost_utils.process_allgather(x, tiled=True))
-    return np.asarray(x)

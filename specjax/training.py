@@ -26,6 +26,7 @@ from specjax import joint, sharding
 from specjax.corpus import Texts
 from specjax.drafters import base
 from specjax.feature_cache import FeatureCache, digest, features
+from specjax.layers import rematerialised
 from specjax.targets.base import Pretrained
 from specjax.typing import Array, Params, PRNGKey
 
@@ -44,6 +45,7 @@ class TrainConfig:
     seed: int = 0
     log_every: int = 10  # steps
     save_every: int = 200  # steps between checkpoints
+    remat: bool = False  # keep what enters a layer and compute the rest again
 
     def __post_init__(self):
         for name in ("steps", "batch_size", "log_every", "save_every"):
@@ -88,7 +90,8 @@ def train_step(
     """
 
     def loss(params):  # what a drafter logs beside it is left to `measure`
-        return drafter.loss(params, shared, batch, key)[0]
+        with rematerialised() if config.remat else contextlib.nullcontext():
+            return drafter.loss(params, shared, batch, key)[0]
 
     value, grads = jax.value_and_grad(loss)(params)
     norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
@@ -253,15 +256,15 @@ def _learner(pretrained: Pretrained, drafter: Any, config: TrainConfig, mesh):
     return (
         learner,
         target,
-        lambda step: joint.Context(shared, target, np.float32(step / config.steps)),
+        lambda step: joint.Context(shared, target, jnp.float32(step / config.steps)),
     )
 
 
-def _begin(learner, config: TrainConfig, key, context, params, mesh):
+def _begin(learner: Any, config: TrainConfig, key, context, params, mesh):
     """Weights and optimiser before the first step, on the mesh."""
     if isinstance(learner, joint.Learner):
         params = learner.start(key, context.shared, context.target, params)
-    if params is None:
+    elif params is None:
         params = jax.jit(learner.init)(key, context)
     copy = lambda x: jnp.array(x, jnp.float32)  # donated by every step
     weights = sharding.place(jax.tree.map(copy, params), mesh)

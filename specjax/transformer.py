@@ -30,6 +30,7 @@ from specjax.layers import (
     attend,
     dense,
     group_queries,
+    of_layers,
     rotary,
     rotate,
     ungroup_queries,
@@ -218,6 +219,13 @@ class Layer(nn.Module):
         return x + GatedMLP(c.mlp_width, c.mlp_bias, name="mlp")(m), slots
 
 
+def layer_of(
+    config: TransformerConfig, i: int, implementation: str | None = None
+) -> nn.Module:
+    """Layer i of a stack."""
+    return of_layers(Layer)(config, config.window(i), implementation=implementation)
+
+
 class Transformer(nn.Module):
     """The stack with its embedding and head.
 
@@ -238,8 +246,7 @@ class Transformer(nn.Module):
 
     def make_layer(self, i: int) -> nn.Module:
         """Layer i; a stack of another kind of layers makes its own."""
-        window = self.config.window(i)
-        return Layer(self.config, window, implementation=self.attention)
+        return layer_of(self.config, i, self.attention)
 
     def make_norm(self) -> nn.Module:
         return RMSNorm(self.config.norm_eps)

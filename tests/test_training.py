@@ -418,3 +418,20 @@ def test_the_written_gradient_of_the_soft_loss_is_the_derived_one():
             right = found
     for a, b in zip(found, right, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["eagle3", "dflash", "pard"])
+def test_layers_computed_again_give_the_same_gradient(name):
+    target, params = testing.tiny_target()
+    drafter, weights = testing.tiny_drafter(name, target, params)
+    tokens = jnp.asarray(np.arange(64).reshape(2, 32) % 20, jnp.int32)
+    batch = feature_cache.features(target, drafter.taps, params, tokens, tokens >= 0)
+    found = []
+    for remat in (False, True):
+        config = TrainConfig(remat=remat)
+        copies = jax.tree.map(jnp.copy, (weights, config.optimiser().init(weights)))
+        args = target.shared(params), batch, jax.random.key(1)
+        step = functools.partial(training.train_step, drafter, config)
+        assert ("remat" in str(jax.make_jaxpr(step)(*copies, *args))) == remat
+        found.append(float(step(*copies, *args)[2]["grad_norm"]))
+    assert found[1] == pytest.approx(found[0], rel=1e-5)

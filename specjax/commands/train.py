@@ -1,5 +1,6 @@
 """`specjax train`: a drafter for a target."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -29,6 +30,7 @@ class Train:
     batch_size: int | None = None
     learning_rate: float | None = None
     seed: int = 0
+    remat: bool = False  # less memory for more time: see `training.TrainConfig`
     field: tuple[
         str, ...
     ] = ()  # drafter fields as name=value, for example num_layers=2
@@ -41,30 +43,52 @@ class Train:
     feature_cache: pathlib.Path | None = None  # folder; built once, read each epoch
     out: pathlib.Path | None = None  # folder; a run found there goes on
     json: pathlib.Path | None = None  # last metrics
+    mesh: str = ""  # data=2,fsdp=4,tensor=1: all devices, split so; empty: one device
+    # Several processes, each with the same command: host:port of the first, or `auto`
+    # where the cluster tells (Slurm, Kubernetes, TPU pods)
+    coordinator: str | None = None
+    num_processes: int | None = None
+    process_id: int | None = None
 
     def run(self) -> None:
-        from specjax import (
-            checkpoints,
-            drafters,
-            feature_cache,
-            joint,
-            targets,
-            training,
-        )
-        from specjax.drafters import base
+        from specjax import drafters, sharding, targets, training
 
         drafters.get(self.drafter)  # an unknown name says which are known
         common.check_writable(self.json)
         common.check_range("--length", self.length, 2)
         common.check_range("--self-prompts", self.self_prompts, 1)
         common.check_seed(self.seed)
-        pretrained = targets.load(self.target)
+        mesh = self._mesh()
         settings = {
             name: getattr(self, name)
             for name in ("steps", "batch_size", "learning_rate", "seed")
             if getattr(self, name) is not None
         }
-        config = training.TrainConfig(**settings)
+        config = training.TrainConfig(remat=self.remat, **settings)
+        pretrained = targets.load(self.target)
+        pretrained = dataclasses.replace(
+            pretrained, params=sharding.place(pretrained.params, mesh)
+        )
+        with sharding.use(mesh):
+            self._train(pretrained, config, mesh)
+
+    def _mesh(self):
+        """The mesh of the run, which this process has then joined; None: one device."""
+        import jax
+
+        from specjax import distributed
+        from specjax.sharding import MeshShape
+
+        shape = MeshShape.parse(self.mesh)
+        distributed.start(self.coordinator, self.num_processes, self.process_id)
+        if self.mesh:
+            return shape.make()
+        return MeshShape(data=jax.device_count()).make() if self.coordinator else None
+
+    def _train(self, pretrained, config, mesh) -> None:
+        from specjax import distributed, feature_cache, training
+        from specjax.drafters import base
+
         drafter, params = self._start(pretrained)
         out = (
             self.out or pathlib.Path("runs") / "train" / f"{self.target}-{self.drafter}"
@@ -95,6 +119,7 @@ class Train:
                 folder=out,
                 params=params,
                 cache=cache,
+                mesh=mesh,
                 log=log.write,
             )
         about = {
@@ -106,17 +131,22 @@ class Train:
         if self.init:
             about["init"] = self.init.name
         if held is not None:
-            moved = joint.tuned(pretrained, drafter, params)
-            about["quality"] = joint.quality(pretrained, moved, held)
-            print(
-                "the target was trained too: on {} held-out texts KL {kl:.4f} nats a "
-                "token from what it was, the same choice at {agreement:.1%}, loss "
-                "{loss_before:.4f} -> {loss_after:.4f}".format(
-                    len(held), **about["quality"]
-                )
+            about["quality"] = _quality(pretrained, drafter, params, held)
+        self._save(out, drafter, params, about)
+        if distributed.is_first():
+            self._report(log, pretrained.name, out)
+
+    def _save(self, out: pathlib.Path, drafter, params, about) -> None:
+        import jax
+
+        from specjax import checkpoints, distributed
+
+        params = jax.tree.map(distributed.fetch, params)
+        if distributed.is_first():
+            checkpoints.save(
+                out / "drafter", self.drafter, drafter, params, about=about
             )
-        checkpoints.save(out / "drafter", self.drafter, drafter, params, about=about)
-        self._report(log, pretrained.name, out)
+        distributed.wait("saved")
 
     def _make(self, cls, make, pretrained):
         """`make` of a target, with the fields that were given."""
@@ -223,11 +253,11 @@ class Train:
         """The training rows, kept in the run's folder for a resumed run to find."""
         import numpy as np
 
-        from specjax import corpus
+        from specjax import corpus, distributed
 
         kept = out / "texts.npz"
         source = json.dumps([[str(p) for p in self.data], *self._recipe()])
-        if kept.exists():
+        if distributed.agree(kept.exists()):
             stored = np.load(kept)
             if str(stored["source"]) != source:
                 raise ValueError(
@@ -258,14 +288,29 @@ class Train:
                 e for path in self.data for e in corpus.read_examples(path, pretrained)
             ]
         texts = corpus.pack(examples, self.length)
-        beside = out / "texts.partial.npz"
-        np.savez_compressed(
-            beside, tokens=texts.tokens, mask=texts.mask, source=np.array(source)
-        )
-        os.replace(beside, kept)
+        if distributed.is_first():
+            beside = out / "texts.partial.npz"
+            np.savez_compressed(
+                beside, tokens=texts.tokens, mask=texts.mask, source=np.array(source)
+            )
+            os.replace(beside, kept)
         learned = int(texts.mask.sum())
         print(f"{len(texts)} texts, {learned} tokens to learn")
         return texts
+
+
+def _quality(pretrained, drafter, params, held) -> dict[str, float]:
+    """What a target that was trained too still agrees on, said and returned."""
+    from specjax import joint
+
+    moved = joint.tuned(pretrained, drafter, params)
+    quality = joint.quality(pretrained, moved, held)
+    print(
+        "the target was trained too: on {} held-out texts KL {kl:.4f} nats a token "
+        "from what it was, the same choice at {agreement:.1%}, loss "
+        "{loss_before:.4f} -> {loss_after:.4f}".format(len(held), **quality)
+    )
+    return quality
 
 
 def _reduced(drafter, texts, size: int):
@@ -288,6 +333,9 @@ class _TrainLog:
     def __init__(self, out: pathlib.Path, steps: int):
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+        from specjax import distributed
+
+        self.writes = distributed.is_first()
         self.path, self.steps, self.last = out / "metrics.jsonl", steps, {}
         self.progress = Progress(
             TextColumn("step {task.completed}/{task.total}"),
@@ -297,15 +345,15 @@ class _TrainLog:
             console=common.terminal(stderr=True),
         )
         self.bar = self.progress.add_task("compiling", total=steps)
-        try:
+        self.board = None
+        with contextlib.suppress(ModuleNotFoundError):
             from tensorboardX import SummaryWriter
 
-            self.board = SummaryWriter(str(out / "tensorboard"))
-        except ModuleNotFoundError:
-            self.board = None
+            if self.writes:
+                self.board = SummaryWriter(str(out / "tensorboard"))
 
     def __enter__(self):
-        if sys.stderr.isatty():
+        if self.writes and sys.stderr.isatty():
             self.progress.start()
         return self
 
@@ -316,6 +364,8 @@ class _TrainLog:
 
     def write(self, step: int, values: dict[str, float]) -> None:
         self.last = {"step": step} | values
+        if not self.writes:
+            return
         with self.path.open("a") as file:
             file.write(json.dumps(self.last) + "\n")
         if self.board:

@@ -30,6 +30,7 @@ from specjax.layers import (
     attend,
     dense,
     group_queries,
+    of_layers,
     rotary,
     rotate,
     ungroup_queries,
@@ -76,6 +77,7 @@ class BlockLayer(nn.Module):
     """Eq. 3."""
 
     drafter: Any
+    static_args: ClassVar[tuple[int, ...]] = (2,)  # join
 
     def setup(self):
         d = self.drafter
@@ -115,7 +117,7 @@ class Net(nn.Module):
         M = len(d.target_layer_ids)
         self.fc = self.param("fc", nn.initializers.normal(0.02), (d.width, M * d.width))
         self.hidden_norm, self.norm = RMSNorm(d.norm_eps), RMSNorm(d.norm_eps)
-        self.layer = [self.make_layer(d) for _ in range(d.num_layers)]
+        self.layer = [of_layers(self.make_layer)(d) for _ in range(d.num_layers)]
 
     def angles(self, positions: Int[Array, "B T"]) -> Angles:
         return Angles(*rotary(self.drafter.rope, positions, self.drafter.head_width))

@@ -38,7 +38,7 @@ import jax.numpy as jnp
 from specjax.drafters import base
 from specjax.drafters.base import Batch, Card
 from specjax.drafters.recurrent import Recurrent, check, check_target
-from specjax.layers import dense
+from specjax.layers import dense, of_layers
 from specjax.transformer import Layer, Shared, TransformerConfig, locate
 from specjax.tree import DynamicTree, Tree
 from specjax.typing import Array, Float, Params, PRNGKey
@@ -70,7 +70,9 @@ class Net(nn.Module):
         if d.fc_bias:
             b = self.param("fc_bias", nn.initializers.zeros, (D,))
             u = u + b.astype(u.dtype)[None, None]
-        return Layer(d.config, norm_input=False, name="layer")(u, block, slots)
+        return of_layers(Layer)(d.config, norm_input=False, name="layer")(
+            u, block, slots
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,7 +44,7 @@ from specjax import draft_vocab
 from specjax.drafters import base
 from specjax.drafters.base import Batch, Card
 from specjax.drafters.recurrent import Recurrent, check, check_target
-from specjax.layers import GatedMLP, RMSNorm, dense
+from specjax.layers import GatedMLP, RMSNorm, dense, of_layers
 from specjax.transformer import Attention, Shared, TransformerConfig, locate
 from specjax.tree import DynamicTree, Tree
 from specjax.typing import Array, Float, Params, PRNGKey
@@ -79,7 +79,7 @@ class Net(nn.Module):
         d, c = self.drafter, self.drafter.config
         M = len(d.target_states)
         self.fc = self.param("fc", nn.initializers.normal(0.02), (c.width, M * c.width))
-        self.layer = Layer(c, d.norm_before_residual)
+        self.layer = of_layers(Layer)(c, d.norm_before_residual)
         self.norm = RMSNorm(c.norm_eps)
         if d.norm_before_fc:
             self.fused_norm = RMSNorm(c.norm_eps)

@@ -41,7 +41,7 @@ from specjax import clustered_head, draft_tree, gemma
 from specjax.drafters import base
 from specjax.drafters.base import Batch, Card
 from specjax.gemma import GemmaConfig
-from specjax.layers import dense, rotary
+from specjax.layers import dense, of_layers, rotary
 from specjax.mla import DeepSeekConfig
 from specjax.pytree import pytree
 from specjax.transformer import Block, Shared, TransformerConfig
@@ -76,7 +76,7 @@ class Net(nn.Module):
         u = dense(jnp.concatenate([e, h], axis=-1), pre)
         for i, window in enumerate(c.windows):
             full = window is None
-            layer = gemma.Layer(c, full, owns=False, name=f"layer_{i}")
+            layer = of_layers(gemma.Layer)(c, full, owns=False, name=f"layer_{i}")
             u, _ = layer(u, blocks[full], slots[i])
         z = gemma.Norm(c.norm_eps, name="norm")(u)
         return z, dense(z, self.param("post", normal, (W, c.width)))

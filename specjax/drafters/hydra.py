@@ -42,7 +42,7 @@ from specjax import draft_tree, kv_cache
 from specjax.drafters import base
 from specjax.drafters.base import Batch, Card
 from specjax.kv_cache import KVCache
-from specjax.layers import RMSNorm, dense
+from specjax.layers import RMSNorm, dense, of_layers
 from specjax.pytree import pytree
 from specjax.transformer import Layer, Shared, TransformerConfig, locate
 from specjax.tree import DynamicTree, Tree
@@ -112,7 +112,7 @@ class Prefix(nn.Module):
     def __call__(self, f: Float[Array, "B T D"], cache: KVCache | None):
         block = locate(self.config, f.shape[:2], cache, None, None)
         slots = None if cache is None else (cache.k[0], cache.v[0])
-        x, (k, v) = Layer(self.config, name="layer")(f, block, slots)
+        x, (k, v) = of_layers(Layer)(self.config, name="layer")(f, block, slots)
         if cache is not None:
             cache = KVCache((k,), (v,), cache.length)
         return RMSNorm(self.config.norm_eps, name="norm")(x), cache

@@ -56,7 +56,7 @@ from specjax.drafters.base import Batch, Card
 from specjax.drafters.parallel import IDLE, Rows
 from specjax.drafters.recurrent import State
 from specjax.kv_cache import KVCache
-from specjax.layers import dense
+from specjax.layers import dense, of_layers
 from specjax.transformer import Layer, Shared, TransformerConfig, locate
 from specjax.tree import DynamicTree, Tree
 from specjax.typing import Array, Bool, Float, Int, Params, PRNGKey
@@ -73,7 +73,7 @@ class Net(eagle3.Net):
         width = len(self.drafter.target_states) * c.width
         normal = nn.initializers.normal(1.0)
         self.mask_feature = self.param("mask_feature", normal, (width,))
-        self.deeper = [Layer(c) for _ in range(c.num_layers - 1)]
+        self.deeper = [of_layers(Layer)(c) for _ in range(c.num_layers - 1)]
 
     def __call__(
         self,

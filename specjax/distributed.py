@@ -1,0 +1,78 @@
+"""Runs of several processes: `jax.distributed` and who writes what.
+
+Each process runs the same program over one mesh. Arrays are split over all devices, a
+process reads only its rows of a batch, checkpoints are written by all together (orbax),
+and what one process alone may do (logs, figures, the final folder) the first one does.
+With one process everything here is trivial.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def start(
+    coordinator: str | None, num_processes: int | None, process_id: int | None
+) -> None:
+    """Joins the run, before anything else asks JAX for devices.
+
+    Args:
+      coordinator: host:port of process 0; "auto" where the cluster says it all (Slurm,
+        Open MPI, Kubernetes, TPU pods); None is a run of one process.
+
+    Raises ValueError for flags that contradict one another.
+    """
+    if coordinator is None:
+        if num_processes is not None or process_id is not None:
+            raise ValueError(
+                "--num-processes and --process-id belong to --coordinator HOST:PORT; "
+                "give it too."
+            )
+        return
+    if coordinator == "auto":
+        jax.distributed.initialize(num_processes=num_processes, process_id=process_id)
+        return
+    if num_processes is None or process_id is None:
+        raise ValueError(
+            f"--coordinator {coordinator} needs --num-processes and --process-id; "
+            "--coordinator auto asks the cluster for all three."
+        )
+    if not 0 <= process_id < num_processes:
+        raise ValueError(
+            f"--process-id {process_id} is not one of 0 to {num_processes - 1}."
+        )
+    if not coordinator.rpartition(":")[2].isdecimal():
+        raise ValueError(f"--coordinator {coordinator!r} has no port; give HOST:PORT.")
+    jax.distributed.initialize(coordinator, num_processes, process_id)
+
+
+def is_first() -> bool:
+    """Whether this process writes what only one may write."""
+    return jax.process_index() == 0
+
+
+def agree(value: bool) -> bool:
+    """What the first process found, in every process."""
+    if jax.process_count() == 1:
+        return value
+    from jax.experimental import multihost_utils
+
+    return bool(multihost_utils.broadcast_one_to_all(np.int32(value)))
+
+
+def wait(name: str) -> None:
+    """Goes on when every process has come here."""
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices(name)
+
+
+def fetch(x: Any) -> np.ndarray:
+    """A whole array on the host, also one that several processes hold together."""
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        from jax.experimental import multihost_utils
+
+        return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+    return np.asarray(x)

@@ -1,0 +1,91 @@
+"""Stacked layers against the same layers one by one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax import sharding, testing
+from specjax.mla import DeepSeekConfig
+from specjax.scanned import Scanned
+from specjax.targets.base import Target
+from specjax.targets.deepseek import DeepSeek
+from specjax.targets.llama import Llama
+from specjax.transformer import TransformerConfig
+
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 24, (3, 9)), jnp.int32)
+
+
+@pytest.mark.parametrize("taps", [(), (0, 2, 4), (-1, 1, 3, 1)])
+@pytest.mark.parametrize("windows", [(), (None, 4, 4, None)])
+def test_states_are_those_of_the_layers_one_by_one(taps, windows):
+    target, params = testing.tiny_target(windows=windows)
+    scanned = Scanned(target)
+    assert isinstance(scanned, Target)
+    assert len(scanned.runs()) == (3 if windows else 1)
+    stacked = scanned.stack(params)
+    want, have = target(params, TOKENS, taps=taps), scanned(stacked, TOKENS, taps=taps)
+    np.testing.assert_allclose(have.hidden, want.hidden, atol=2e-5)
+    np.testing.assert_allclose(have.features, want.features, atol=2e-5)
+    back = scanned.unstack(stacked)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), back, params))
+
+
+def test_dense_and_expert_layers_are_two_runs():
+    config = DeepSeekConfig(
+        vocab_size=24,
+        width=16,
+        num_layers=5,
+        num_heads=2,
+        num_kv_heads=1,
+        head_width=4,
+        mlp_width=24,
+        q_rank=8,
+        kv_rank=8,
+        nope_width=4,
+        value_width=4,
+        num_dense_layers=2,
+        num_experts=4,
+        experts_per_token=2,
+        expert_width=8,
+        num_groups=1,
+        groups_per_token=1,
+    )
+    scanned = Scanned(DeepSeek(config))
+    assert [(a, b) for _, a, b in scanned.runs()] == [(0, 2), (2, 5)]
+    params = scanned.target.init(jax.random.key(0))
+    want = scanned.target(params, TOKENS, taps=(1, 3))
+    have = scanned(scanned.stack(params), TOKENS, taps=(1, 3))
+    np.testing.assert_allclose(have.features, want.features, atol=1e-5)
+
+
+def test_a_cache_is_read_layer_by_layer():
+    target, params = testing.tiny_target()
+    scanned = Scanned(target)
+    cache = target.init_cache(3, 16)
+    want = target(params, TOKENS, cache, taps=(2,))
+    have = scanned(scanned.stack(params), TOKENS, cache, taps=(2,))
+    np.testing.assert_array_equal(have.hidden, want.hidden)
+    np.testing.assert_array_equal(have.cache.k[3], want.cache.k[3])
+
+
+def test_a_layer_is_compiled_once_however_many_there_are():
+    def size(num_layers):
+        config = TransformerConfig(24, 16, num_layers, 4, 2, 8, 24)
+        scanned = Scanned(Llama(config))
+        params = jax.eval_shape(lambda: scanned.init(jax.random.key(0)))
+        return len(jax.jit(scanned).lower(params, TOKENS).as_text().splitlines())
+
+    assert size(12) == size(3)
+
+
+def test_stacked_parameters_are_split_as_single_ones_are():
+    target, params = testing.tiny_target(num_kv_heads=4, num_heads=4)
+    mesh = sharding.MeshShape(2, 2, 2).make()
+    split = sharding.shardings(Scanned(target).stack(params), mesh)["layers"]["0"]
+    single = sharding.shardings(params, mesh)["layer_0"]
+    for path, at in jax.tree_util.tree_leaves_with_path(split):
+        one = single
+        for entry in path:
+            one = one[entry.key]
+        assert tuple(at.spec) in ((None, *one.spec), ()), path
