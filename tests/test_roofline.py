@@ -144,6 +144,24 @@ def test_a_sequential_draft_reads_its_weights_gamma_times_and_a_block_once():
     assert reads("dflash", 3) == reads("dflash", 9)
 
 
+def test_queries_as_wide_as_the_stream_are_no_all_reduce():
+    """A block drafter has two a layer, one of its fusion and one of the head."""
+    for heads in (4, 8):  # 4 x 16 = 64, the width
+        config = dataclasses.replace(SMALL, num_layers=8, num_heads=heads)
+        plan = Plan(config, IDEAL)
+        drafter = plan.drafter("dflash", 3)
+        found = plan.draft_work(drafter).reductions
+        assert found == 2 * vars(drafter)["num_layers"] + 2
+
+
+def test_heads_side_by_side_are_one_all_reduce_a_product():
+    """Medusa's square matrices and its tables; Hydra's one after the other."""
+    plan = Plan(SMALL, IDEAL)
+    count = lambda name, g: plan.draft_work(plan.drafter(name, g)).reductions
+    assert [count("medusa", g) for g in (1, 3)] == [2, 2]
+    assert [count("hydra", g) for g in (1, 3)] == [2, 6]
+
+
 QUICK = ("draft_model", "eagle", "dspark")
 
 
