@@ -69,6 +69,13 @@ def test_written_passes_are_what_the_scheduler_takes(tmp_path):
     assert scheduler.Prefix(cost.load_passes(path, 2)).passes == (1.0, 0.8, 0.5)
     with pytest.raises(ValueError, match="curves of 2 rows, not of 3"):
         cost.load_passes(path, 3)
+    written = {"rows": 2, "passes": [4.0, 2.0, 1.0]}  # a plain round takes 1/4 s
+    drafters = [{"drafter": "dspark", "c": [0.5, 1.0]}]  # and its whole draft as much
+    path.write_text(json.dumps({"curves": [written], "drafters": drafters}))
+    found = cost.load_passes(path, 2, drafter="dspark")
+    np.testing.assert_allclose(found, [2.0, 4 / 3, 0.8])
+    with pytest.raises(ValueError, match="of 2 rows by dspark, not of 2 by medusa"):
+        cost.load_passes(path, 2, drafter="medusa")
     path.write_text("{}")
     with pytest.raises(ValueError, match="has no curves"):
         cost.load_passes(path)
