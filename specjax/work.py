@@ -10,6 +10,7 @@ of rows are not counted.
 
 import dataclasses
 import math
+from collections.abc import Set
 from typing import Any, NamedTuple
 
 import jax
@@ -70,11 +71,15 @@ class Mark(NamedTuple):
     shape: tuple[int, ...] = ()  # as stored, if that was one array
 
 
-def count(function, ends: set[int], weights: Any, cache: Any, *args: Any) -> Work:
-    """The work of function(weights, cache, *args), all given as shapes.
+class Ends(NamedTuple):
+    """Numbers of outputs of products that are reduced over the chips."""
 
-    `ends` are the numbers of outputs of products that are reduced over the chips.
-    """
+    dense: Set[int]
+    experts: Set[int] = frozenset()  # none: they are added to a dense product first
+
+
+def count(function, ends: Ends, weights: Any, cache: Any, *args: Any) -> Work:
+    """The work of function(weights, cache, *args), all given as shapes."""
     closed = jax.make_jaxpr(function)(weights, cache, *args)
     kinds = [WEIGHT] * len(jax.tree.leaves(weights))
     kinds += [CACHE] * len(jax.tree.leaves(cache))
@@ -93,7 +98,7 @@ def _size(var) -> int:
     return math.prod(getattr(var.aval, "shape", ()))
 
 
-def _walk(jaxpr, marks: list, times: float, work: Work, ends: set[int]) -> list:
+def _walk(jaxpr, marks: list, times: float, work: Work, ends: Ends) -> list:
     """Adds the work of a traced program; a mark says whose numbers an array holds."""
     known: dict[Any, Any] = dict(zip(jaxpr.invars, marks, strict=True))
     read = lambda v: None if hasattr(v, "val") else known.get(v)
@@ -133,13 +138,13 @@ def _inside(eqn):
     return None
 
 
-def _product(eqn, of: list, times: float, work: Work, ends: set[int]) -> None:
+def _product(eqn, of: list, times: float, work: Work, ends: Ends) -> None:
     """One matrix product. What is broadcast was read once, however often it is used."""
     a, b = (v.aval.shape for v in eqn.invars[:2])
     if eqn.primitive.name.startswith("ragged"):
         work.experts.append((times * a[0], b[0], float(math.prod(b[1:]))))
         work.flops += times * 2 * a[0] * math.prod(b[1:])
-        work.reductions += times * (b[2] in ends)
+        work.reductions += times * (b[2] in ends.experts)
         return
     over, batch = eqn.params["dimension_numbers"]
     inside = math.prod(a[i] for i in over[0])
@@ -157,7 +162,7 @@ def _product(eqn, of: list, times: float, work: Work, ends: set[int]) -> None:
         outputs = math.prod(free)
         # Of [H E D] E: heads are split over the chips, be they as wide as the stream.
         each = mark.shape[-2] if len(mark.shape) > 2 else outputs
-        work.reductions += times * (each in ends and outputs % each == 0)
+        work.reductions += times * (each in ends.dense and outputs % each == 0)
     if any(mark and mark.kind == WEIGHT for mark in of):
         work.flops += flops
     else:

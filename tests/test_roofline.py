@@ -74,6 +74,8 @@ def test_deepseek_touches_its_active_experts(layers):
     assert plan.one.weights == dense + 7168 * 129280
     active = plan.one.weights + sparse * 8 * expert
     assert plan.one.flops == pytest.approx(2 * active, rel=1e-6)
+    # A shared expert and those that are chosen are summed before their all-reduce.
+    assert plan.one.reductions == 2 * layers + 1
     if layers == 61:
         assert plan.num_params == pytest.approx(671.03e9, rel=1e-4)
         assert 36.5e9 < active < 37.5e9
@@ -217,7 +219,7 @@ def test_a_scan_counts_as_often_as_it_runs_and_branches_once():
         return jax.lax.scan(step, x, None, length=5)
 
     f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
-    found = work.count(program, {4}, f32(4, 4), f32(4, 7), f32(2, 4))
+    found = work.count(program, work.Ends({4}), f32(4, 4), f32(4, 7), f32(2, 4))
     assert (found.weights, found.flops) == (5 * 16, 5 * 2 * 2 * 16)
     assert (found.cache, found.cache_flops) == (5 * 28, 5 * 2 * 2 * 28)
     assert found.reductions == 5
@@ -230,7 +232,7 @@ def test_a_broadcast_weight_is_read_once():
 
     x = jax.ShapeDtypeStruct((6, 4), jnp.bfloat16)
     w = jax.ShapeDtypeStruct((4, 4), jnp.float32)
-    found = work.count(program, set(), w, (), x)
+    found = work.count(program, work.Ends(set()), w, (), x)
     assert (found.weights, found.flops) == (16, 6 * 2 * 16)
 
 
