@@ -133,6 +133,19 @@ def test_curves():
     assert np.all(np.diff(times) > 0) and times[-1] == pytest.approx(1000, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"alphas": (0.5, 1.2)}, "acceptances lie in"),
+        ({"alphas": (0.5, 1.0), "spread": 2.0}, "leave the spread out"),
+        ({"alphas": (0.5,), "spread": 0.0}, "spread needs to be > 0"),
+    ],
+)
+def test_drafts_that_cannot_be_drawn_are_refused(fields, says):
+    with pytest.raises(ValueError, match=says):
+        Modelled(**fields)
+
+
 def test_costs_that_end_too_early_are_refused():
     with pytest.raises(ValueError, match="up to 65 tokens and of drafts of 13 rows"):
         run(slots=13)
