@@ -4,7 +4,7 @@ A computed server (`specjax.simulate`): nothing of it was measured. Its machine 
 data sheets say of eight H100 (3.35 TB/s and 989 Tflop/s in bfloat16 each, all of it
 reached), its target a dense model of 70 G weights in bfloat16 with 80 layers, so that a
 pass takes max(5.2 ms, 18 us a token) and, a guess, 2 ms beside; a DSpark drafter of 5
-such layers and the head takes max(0.4 ms, 0.9 us a token) and 1 ms. Keys and values are
+such layers and the head takes max(0.4 ms, 1.3 us a token) and 1 ms. Keys and values are
 not counted. A pass holds what all rows verify, packed.
 
 Drafts are accepted as the paper prints by position (arXiv:2607.05147, figure 2, Qwen3-

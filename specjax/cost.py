@@ -105,12 +105,20 @@ class Curve:
         return tuple((1 / self.at(np.arange(1, up_to + 1))).tolist())
 
 
-def load_passes(path: str | pathlib.Path, rows: int = 1) -> tuple[float, ...]:
-    """`passes` of so many rows from what `specjax cost --json` wrote."""
+def load_passes(
+    path: str | pathlib.Path, rows: int = 1, drafter: str | None = None
+) -> tuple[float, ...]:
+    """`passes` of so many rows from what `specjax cost --json` wrote.
+
+    With `drafter` they are rounds a second, its draft included: that is spent whatever
+    of it is verified, so a scheduler that is not told of it stops too early.
+    """
     try:
-        curves = json.loads(pathlib.Path(path).read_text("utf-8"))["curves"]
+        written = json.loads(pathlib.Path(path).read_text("utf-8"))
+        curves = written["curves"]
         found = {int(c["rows"]): tuple(map(float, c["passes"])) for c in curves}
-    except (ValueError, KeyError, TypeError):
+        first, plain = int(curves[0]["rows"]), float(curves[0]["passes"][0])
+    except (ValueError, KeyError, TypeError, IndexError):
         raise ValueError(
             f"{path} has no curves; write it with `specjax cost --json {path}`."
         ) from None
@@ -119,7 +127,16 @@ def load_passes(path: str | pathlib.Path, rows: int = 1) -> tuple[float, ...]:
             f"{path} has curves of {', '.join(map(str, found))} rows, not of {rows}; "
             f"measure it with `specjax cost --batch {rows}`."
         )
-    return found[rows]
+    if drafter is None:
+        return found[rows]
+    added = {d["drafter"]: d["c"][-1] / plain for d in written.get("drafters", [])}
+    if drafter not in added or rows != first:
+        raise ValueError(
+            f"{path} has drafts of {first} rows by {', '.join(added) or 'no drafter'}, "
+            f"not of {rows} by {drafter}; measure them with `specjax cost --batch "
+            f"{rows} --drafters {drafter}`."
+        )
+    return tuple(1 / (1 / p + added[drafter]) for p in found[rows])
 
 
 def gammas_to_time(gamma: int, given: Sequence[int] | None = None) -> tuple[int, ...]:

@@ -21,7 +21,8 @@ how far it is from the first one.
 Departs from the reference code (axolotl fork ctlllll/axolotl 76bc572): no dropout; head
 and embedding stay; KL is averaged over the tokens to learn, where that code divides by
 all places, so that padding changes its weight; all parameters of the heads have the
-larger rate, where that code leaves it from the biases.
+larger rate, where that code leaves it from the biases; one schedule of the rate spans
+both stages, which there are two runs.
 """
 
 import dataclasses

@@ -12,9 +12,9 @@ with bw and peak the shares that are achieved of the chip's own. Q is the number
 chips among which the cache can be split: one a key head, so 1 for latent attention.
 Reductions are the all-reduces of tensor parallelism (Shoeybi et al. 2019,
 arXiv:1909.08053): one after every product with weights whose outputs are the stream
-(two a layer) or the vocabulary; each chip sends 2 (P - 1)/P of n D bfloat16 numbers at
-the rate of one direction of its link. Weights are read once a pass. Of X experts with k
-a token, n tokens touch
+(two a layer; experts and a shared one are summed before) or the vocabulary; each chip
+sends 2 (P - 1)/P of n D bfloat16 numbers at the rate of one direction of its link.
+Weights are read once a pass. Of X experts with k a token, n tokens touch
 
     X (1 - (1 - k/X)^n)                                                             (4)
 
@@ -53,7 +53,7 @@ from specjax.sampling import GREEDY
 from specjax.targets import convert
 from specjax.transformer import TransformerConfig
 from specjax.verify import Verdict
-from specjax.work import Work, count
+from specjax.work import Ends, Work, count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +201,9 @@ class Plan:
         self.params, tables = _shapes(start), jax.eval_shape(self.target.shared, start)
         self.start, self.shared = tables, _shapes(tables)  # in float32, as served
         self.per_row, self.per_token = attention(config, setup.context)
-        self.ends = {config.width, config.vocab_size}
+        ends = {config.width, config.vocab_size}
+        shared = getattr(config, "num_shared_experts", 0) > 0
+        self.ends = Ends(ends) if shared else Ends(ends, ends)
         self.experts_per_token = getattr(config, "experts_per_token", 0) or 1
         self.one = self._one_token()
 
@@ -320,9 +322,10 @@ class Plan:
             shared = dataclasses.replace(shared, cache=cache)
             return drafter.draft(params, shared, state, anchor, GREEDY, keys)
 
-        ends = self.ends | {len(getattr(drafter, "draft_ids", ()) or ())}
+        dense = {*self.ends.dense, len(getattr(drafter, "draft_ids", ()) or ())}
         for record in (drafter, getattr(drafter, "config", drafter)):
-            ends.add(getattr(record, "width", self.config.width))
+            dense.add(getattr(record, "width", self.config.width))
+        ends = self.ends._replace(dense=dense)
         work = count(draft, ends, (params, shared), (state, own), ints(B), keys)
         after = jax.eval_shape(draft, (params, shared), (state, own), ints(B), keys)[1]
 

@@ -1,8 +1,8 @@
 """Where drafts stop: how many tokens of each row's draft the target is to verify.
 
 DSpark, arXiv:2607.05147, sections 3.2 and 5.2. A drafter says c_k, how likely draft k
-of a row is accepted if all before it were (`Draft.confidence`). With SPS(n) the target
-passes a second over n tokens, R rows that are live, and one anchor a row,
+of a row is accepted if all before it were (`Draft.confidence`). With SPS(n) the rounds
+a second that verify n tokens, R rows that are live, and one anchor a row,
 
     a_{r,k} = c_{r,1} .. c_{r,k}                                                  (1)
     throughput = (R + sum of admitted a) SPS(R + number admitted)                 (2)
@@ -86,7 +86,7 @@ def prefix(
 ) -> Int[Array, "B"]:
     """Algorithm 1: stops at the first candidate that does not raise eq. 2.
 
-    `passes[n - 1]` are passes a second over n tokens, anchors included.
+    `passes[n - 1]` are rounds a second that verify n tokens, anchors included.
     """
     a, rank = _ranked(confidence, live)
     theta = _throughput(a, passes, live)

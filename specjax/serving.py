@@ -166,14 +166,14 @@ def serve(
 def summary(report: Report) -> dict[str, float]:
     """What a server is judged by.
 
-    `throughput` is tokens a second until the last request left the queue, when slots
-    begin to stay empty; of the whole time if there never was a queue. `user_speed` is
+    `throughput` is tokens a second until the last request was begun, when slots begin
+    to stay empty; of the whole time if no round had ended by then. `user_speed` is
     tokens a second of one request after its first token, pooled. `verified` and `paid`
     are tokens a request and round, its anchor included.
     """
     served, rounds = report.served, report.rounds
     until = max(s.begun for s in served)
-    if until <= min(s.begun for s in served):
+    if not any(end <= until for end in report.ends):
         until = max(s.end for s in served)
     early = [r for r, end in zip(rounds, report.ends, strict=True) if end <= until]
     tokens = sum(int(r.committed.sum()) for r in early)

@@ -135,6 +135,17 @@ class Modelled:
     spread: float | None = None
     factor: float = 1.0  # what a confidence is wrong by
 
+    def __post_init__(self):
+        if not all(0 <= a <= 1 for a in self.alphas):
+            raise ValueError(f"acceptances lie in [0, 1], got {self.alphas}.")
+        sure = any(a in (0, 1) for a in self.alphas)
+        if self.spread is not None and (self.spread <= 0 or sure):
+            raise ValueError(
+                f"a spread needs to be > 0 and acceptances inside (0, 1), got "
+                f"{self.spread} and {self.alphas}; leave the spread out where all "
+                "drafts are alike."
+            )
+
     @property
     def gamma(self) -> int:
         return len(self.alphas)

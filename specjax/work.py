@@ -10,7 +10,8 @@ of rows are not counted.
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Set
+from typing import Any, NamedTuple
 
 import jax
 
@@ -62,17 +63,32 @@ JOINED = ("concatenate", "stack")
 WEIGHT, CACHE = "weight", "cache"
 
 
-def count(function, ends: set[int], weights: Any, cache: Any, *args: Any) -> Work:
-    """The work of function(weights, cache, *args), all given as shapes.
+class Mark(NamedTuple):
+    """Whose numbers an array holds."""
 
-    `ends` are the numbers of outputs of products that are reduced over the chips.
-    """
+    kind: str
+    size: int  # numbers stored
+    shape: tuple[int, ...] = ()  # as stored, if that was one array
+
+
+class Ends(NamedTuple):
+    """Numbers of outputs of products that are reduced over the chips."""
+
+    dense: Set[int]
+    experts: Set[int] = frozenset()  # none: they are added to a dense product first
+
+
+def count(function, ends: Ends, weights: Any, cache: Any, *args: Any) -> Work:
+    """The work of function(weights, cache, *args), all given as shapes."""
     closed = jax.make_jaxpr(function)(weights, cache, *args)
     kinds = [WEIGHT] * len(jax.tree.leaves(weights))
     kinds += [CACHE] * len(jax.tree.leaves(cache))
     invars = closed.jaxpr.invars
     kinds += [None] * (len(invars) - len(kinds))
-    marks = [k and (k, _size(v)) for k, v in zip(kinds, invars, strict=True)]
+    marks = [
+        k and Mark(k, _size(v), v.aval.shape)  # pyright: ignore[reportAttributeAccessIssue]
+        for k, v in zip(kinds, invars, strict=True)
+    ]
     work = Work()
     _walk(closed.jaxpr, marks, 1.0, work, ends)
     return work
@@ -82,7 +98,7 @@ def _size(var) -> int:
     return math.prod(getattr(var.aval, "shape", ()))
 
 
-def _walk(jaxpr, marks: list, times: float, work: Work, ends: set[int]) -> list:
+def _walk(jaxpr, marks: list, times: float, work: Work, ends: Ends) -> list:
     """Adds the work of a traced program; a mark says whose numbers an array holds."""
     known: dict[Any, Any] = dict(zip(jaxpr.invars, marks, strict=True))
     read = lambda v: None if hasattr(v, "val") else known.get(v)
@@ -105,11 +121,11 @@ def _walk(jaxpr, marks: list, times: float, work: Work, ends: set[int]) -> list:
         elif name in SAME:
             out = [next((m for m in of if m), None)] * len(out)
         elif name in JOINED and any(of):
-            kind = next(m for m in of if m)[0]
+            kind = next(m for m in of if m).kind
             sizes = [
-                m[1] if m else _size(v) for m, v in zip(of, eqn.invars, strict=True)
+                m.size if m else _size(v) for m, v in zip(of, eqn.invars, strict=True)
             ]
-            out = [(kind, sum(sizes))]
+            out = [Mark(kind, sum(sizes))]
         known |= {v: m for v, m in zip(eqn.outvars, out, strict=True) if m}
     return [read(v) for v in jaxpr.outvars]
 
@@ -122,13 +138,13 @@ def _inside(eqn):
     return None
 
 
-def _product(eqn, of: list, times: float, work: Work, ends: set[int]) -> None:
+def _product(eqn, of: list, times: float, work: Work, ends: Ends) -> None:
     """One matrix product. What is broadcast was read once, however often it is used."""
     a, b = (v.aval.shape for v in eqn.invars[:2])
     if eqn.primitive.name.startswith("ragged"):
         work.experts.append((times * a[0], b[0], float(math.prod(b[1:]))))
         work.flops += times * 2 * a[0] * math.prod(b[1:])
-        work.reductions += times * (b[2] in ends)
+        work.reductions += times * (b[2] in ends.experts)
         return
     over, batch = eqn.params["dimension_numbers"]
     inside = math.prod(a[i] for i in over[0])
@@ -137,14 +153,17 @@ def _product(eqn, of: list, times: float, work: Work, ends: set[int]) -> None:
     for mark, var, shape, summed, many in sides:
         if mark is None:
             continue
-        numbers = times * min(mark[1], _size(var))
-        if mark[0] == CACHE:
+        numbers = times * min(mark.size, _size(var))
+        if mark.kind == CACHE:
             work.cache += numbers
             continue
         work.weights += numbers
         free = [n for i, n in enumerate(shape) if i not in (*summed, *many)]
-        work.reductions += times * (math.prod(free) in ends)
-    if any(mark and mark[0] == WEIGHT for mark in of):
+        outputs = math.prod(free)
+        # Of [H E D] E: heads are split over the chips, be they as wide as the stream.
+        each = mark.shape[-2] if len(mark.shape) > 2 else outputs
+        work.reductions += times * (each in ends.dense and outputs % each == 0)
+    if any(mark and mark.kind == WEIGHT for mark in of):
         work.flops += flops
     else:
         work.cache_flops += flops

@@ -3,9 +3,12 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy.special import logsumexp
+from scipy.special import logsumexp, softmax
 
-from specjax import clustered_head, draft_vocab
+from specjax import clustered_head, draft_vocab, testing
+from specjax.certify import exact
+from specjax.tree import Tree
+from specjax.verify import RULES
 
 
 def wave(t, *shape):
@@ -27,6 +30,9 @@ def test_the_recorded_clusters_and_logits():
     order = jnp.asarray(ORDER)
     best = clustered_head.best_clusters(z, centroids, 2)
     assert tuple(best.tolist()) == CLUSTERS
+    scores = [-0.104851, -0.249504, -0.340379, -0.653143]
+    scores += [-0.344539, 0.118100, -0.054534, 0.898034]
+    np.testing.assert_allclose(CENTROIDS @ Z, scores, atol=1e-6)
     assert order[best].ravel().tolist() == list(IDS)
     logits = np.asarray(clustered_head.logits(z, centroids, table, order, 2))
     assert np.flatnonzero(np.isfinite(logits)).tolist() == sorted(IDS)
@@ -38,6 +44,27 @@ def test_the_recorded_clusters_and_logits():
     np.testing.assert_allclose(logsumexp(logits), 2.849176, atol=1e-5)
     held = np.exp(logsumexp(dense[list(IDS)]) - logsumexp(dense))
     np.testing.assert_allclose(held, 0.244232, atol=1e-6)
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_the_law_is_the_targets_though_its_likeliest_token_is_never_drafted(rule):
+    """Two drafts and all that may come of them; of p at the anchor 48 is the best."""
+    centroids, table = (jnp.asarray(x, jnp.float32) for x in (CENTROIDS, TABLE))
+    states = np.concatenate([Z[None], Z + 2 * TABLE])  # at first, and after each token
+    p = softmax(states @ TABLE.T, axis=1)
+    found = clustered_head.logits(
+        jnp.asarray(states, jnp.float32), centroids, table, jnp.asarray(ORDER), 2
+    )
+    q = softmax(np.asarray(found, np.float64), axis=1)
+    assert p[0].argmax() == 48 and q[0, 48] == 0
+    assert np.mean(q[np.arange(65), p.argmax(1)] == 0) > 0.3
+    last = lambda law: lambda text: law[text[-1] + 1 if text else 0]
+    draft, chance, laws = exact.all_drafts(Tree.chain(2), last(q), last(p))
+    joint = testing.joint_law(last(p), 3)
+    args = RULES[rule], Tree.chain(2), draft, chance, laws, joint
+    law, accepted = exact.commit_law(*args)
+    assert accepted > 0.1
+    assert exact.tv(law, joint) < exact.TOLERANCE
 
 
 def test_the_recorded_static_subset():

@@ -13,9 +13,16 @@ from specjax import bench, cost, scheduler
     ("alpha", "c", "gamma", "speed"),
     [
         (0.6, 0.05, 4, 1.921),
+        (0.7, 0.05, 6, 2.353),
+        (0.8, 0.05, 8, 3.092),
+        (0.9, 0.05, 13, 4.674),
+        (0.6, 0.10, 3, 1.674),
         (0.7, 0.10, 4, 1.981),
         (0.8, 0.10, 6, 2.470),
-        (0.9, 0.05, 13, 4.674),
+        (0.9, 0.10, 10, 3.431),
+        (0.6, 0.20, 2, 1.400),
+        (0.7, 0.20, 3, 1.583),
+        (0.8, 0.20, 4, 1.868),
         (0.9, 0.20, 7, 2.373),
     ],
 )
@@ -62,6 +69,13 @@ def test_written_passes_are_what_the_scheduler_takes(tmp_path):
     assert scheduler.Prefix(cost.load_passes(path, 2)).passes == (1.0, 0.8, 0.5)
     with pytest.raises(ValueError, match="curves of 2 rows, not of 3"):
         cost.load_passes(path, 3)
+    written = {"rows": 2, "passes": [4.0, 2.0, 1.0]}  # a plain round takes 1/4 s
+    drafters = [{"drafter": "dspark", "c": [0.5, 1.0]}]  # and its whole draft as much
+    path.write_text(json.dumps({"curves": [written], "drafters": drafters}))
+    found = cost.load_passes(path, 2, drafter="dspark")
+    np.testing.assert_allclose(found, [2.0, 4 / 3, 0.8])
+    with pytest.raises(ValueError, match="of 2 rows by dspark, not of 2 by medusa"):
+        cost.load_passes(path, 2, drafter="medusa")
     path.write_text("{}")
     with pytest.raises(ValueError, match="has no curves"):
         cost.load_passes(path)

@@ -267,6 +267,12 @@ def test_the_loss_is_the_one_recorded():
     np.testing.assert_allclose(logs["ce"], [np.mean(x) for x in nll], atol=1e-5)
 
 
+def test_the_target_says_what_was_recorded_of_a_label():
+    """Read from the state one place before it: anchor 2, first slot."""
+    right = [-0.447490, -0.100397, 0.168089]
+    np.testing.assert_allclose((HEAD @ HIDDEN[2])[:3], right, atol=1e-6)
+
+
 def test_anchors_that_do_not_exist_change_nothing():
     """4 candidates; asked for 4 or for 9, the loss and its gradient are one."""
     run = []
@@ -360,9 +366,47 @@ def test_slots_of_the_rounds_are_those_recorded():
     np.testing.assert_allclose(sums, [35.058273, 13.784193, 8.415253], atol=1e-4)
 
 
+def inverse(law, u):
+    """The smallest index whose running sum exceeds u of the whole."""
+    return int(np.sum(np.cumsum(law) <= u * np.sum(law)))
+
+
+@pytest.mark.parametrize(
+    ("drafts", "sampled", "accepted", "last"),
+    [([19, 19, 5], False, 0, 12), ([8, 18, 28], True, 3, 14)],
+    ids=["argmax", "sample"],
+)
+def test_a_drawn_round_is_the_one_recorded(drafts, sampled, accepted, last):
+    """T = 1 by draws .5 (the anchor), .3 .6 .9 (drafts), .5 .2 .8 and .4 (bonus)."""
+    llama, params = target()
+    text = [26, 7, 18, *drafts]
+    out = pass_of(llama, params, jnp.array([text]))
+    p = np.asarray(jax.nn.softmax(llama.logits(params, out.hidden))[0], np.float64)
+    assert inverse(p[1], 0.5) == text[2]
+    q = jax.nn.softmax(SHARED.logits(slots([2], out.features[0], text)[0, 1:]))
+    q, at = np.asarray(q, np.float64), np.arange(3)
+    if sampled:
+        drawn = [inverse(*pair) for pair in zip(q, (0.3, 0.6, 0.9), strict=True)]
+    else:
+        drawn, q = np.argmax(q, axis=1).tolist(), np.eye(32)[np.argmax(q, axis=1)]
+    assert drawn == drafts
+    kept = np.array([0.5, 0.2, 0.8]) * q[at, drafts] < p[2 + at, drafts]
+    assert int(np.sum(np.cumprod(kept))) == accepted
+    left = p[5] if accepted == 3 else np.maximum(p[2 + accepted] - q[accepted], 0)
+    assert inverse(left, 0.4) == last
+
+
 @pytest.mark.parametrize(
     ("layers", "ids"),
-    [(36, (1, 9, 17, 25, 33)), (28, (1, 7, 13, 19, 25)), (64, (1, 16, 31, 46, 61))],
+    [
+        (24, (1, 6, 11, 16, 21)),
+        (28, (1, 7, 13, 19, 25)),
+        (32, (1, 8, 15, 22, 29)),
+        (36, (1, 9, 17, 25, 33)),
+        (40, (1, 10, 19, 28, 37)),
+        (48, (1, 12, 23, 34, 45)),
+        (64, (1, 16, 31, 46, 61)),
+    ],
 )
 def test_taps_spread_as_published(layers, ids):
     config = TransformerConfig(**vars(CONFIG) | {"num_layers": layers})

@@ -15,7 +15,7 @@ import test_dflash as first
 from specjax.drafters import dflash
 from specjax.drafters.block import Net
 from specjax.drafters.dflash2 import DFlash2, GroupedConv
-from specjax.generate import Model, Weights, advance, start
+from specjax.generate import Model, Weights, advance, finish, start
 from specjax.sampling import GREEDY, Sampling
 
 DRAFTER = DFlash2.for_target(
@@ -181,6 +181,7 @@ def test_whole_rounds_are_those_recorded():
         [15, 26, 15],
     ]
     assert progress.trace.num_accepted[0, :3].tolist() == [0, 0, 0]
+    assert finish(model, progress).tokens == [[27, 19, 19, 19]]
 
 
 def test_it_starts_as_dflash():

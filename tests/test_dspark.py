@@ -208,6 +208,50 @@ def test_what_is_logged_of_the_loss_is_what_was_recorded():
     assert float(logs["confidence_prefix_bias"]) == pytest.approx(-0.091909, abs=1e-5)
 
 
+# Of anchor 2's slots 0 to 3 and anchor 5's slot 0: CE, L1, c*, BCE.
+SLOTS = {
+    "vanilla": (
+        (3.725178, 3.617618, 2.854668, 2.951748, 2.802308),
+        (0.872491, 0.791035, 0.620225, 0.883056, 1.024679),
+        (0.563755, 0.604483, 0.689888, 0.558472, 0.487660),
+        (0.719691, 0.679393, 0.759949, 0.737302, 0.693281),
+    ),
+    "gated": (
+        (3.569890, 3.854656, 2.799857, 2.968856, 2.841798),
+        (0.796692, 0.660698, 0.583053, 0.673770, 0.806246),
+        (0.601654, 0.669651, 0.708473, 0.663115, 0.596877),
+        (0.729994, 0.668728, 0.765428, 0.779755, 0.705144),
+    ),
+    "rnn": (
+        (3.030221, 4.359449, 2.750037, 2.721382, 2.233111),
+        (0.781616, 0.701509, 0.679118, 0.706058, 0.917057),
+        (0.609192, 0.649246, 0.660441, 0.646971, 0.541472),
+        (0.732044, 0.672067, 0.751269, 0.773206, 0.699126),
+    ),
+}
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_each_slot_has_the_terms_recorded(head):
+    """One block and one slot at a time, by a weight of 1 for it alone."""
+
+    def one(anchor, weight):
+        forced = lambda *_: (anchor[None, None], jnp.ones((1, 1), bool))
+        with (
+            mock.patch.object(dflash, "draw_anchors", forced),
+            mock.patch.object(DSpark, "slot_weights", weight),
+        ):
+            args = weights(head), SHARED, backbone.batch(), jax.random.key(0)
+            _, logs = drafter(head).loss(*args)
+        return logs["ce"], logs["l1"], jnp.sum(logs["alpha"] * weight), logs["bce"]
+
+    slots = jnp.array([0, 1, 2, 3, 0])
+    anchors = jnp.array([2, 2, 2, 2, 5])
+    found = fast(jax.vmap(one))(anchors, jnp.eye(4)[slots])
+    for ours, right in zip(found, SLOTS[head], strict=True):
+        np.testing.assert_allclose(ours, right, atol=1e-5)
+
+
 @pytest.mark.slow
 def test_four_anchors_give_the_loss_recorded():
     """All candidates of the text, with 4, 3, 2 and 1 labels that count."""
@@ -228,11 +272,12 @@ def test_without_a_head_it_is_the_dflash_that_was_trained_beside_it():
         run = fast(jax.value_and_grad(d.loss, has_aux=True))
         (loss, _), grads = run(params, SHARED, backbone.batch(), jax.random.key(0))
     assert float(loss) == pytest.approx(3.351005, abs=1e-5)
-    norm = lambda x: float(jnp.sqrt(jnp.sum(x * x)))
-    found = [norm(grads[k]["scale"]) for k in ("hidden_norm", "norm")]
-    found += [norm(grads["fc"]), norm(grads["layer_0"]["attention"]["kv"][0])]
-    right = [0.400576, 0.372721, 2.012720, 1.638844]
-    np.testing.assert_allclose(found, right, atol=2e-5)
+    del grads["sequential"]  # that drafter has none
+    key, down = grads["layer_0"]["attention"]["kv"][0], grads["layer_1"]["mlp"]["down"]
+    parts = [grads[k] for k in ("hidden_norm", "norm", "fc")] + [key, down, grads]
+    norm = lambda tree: np.sqrt(sum(np.sum(g * g) for g in jax.tree.leaves(tree)))
+    right = [0.400576, 0.372721, 2.012720, 1.638844, 0.800686, 6.674674]
+    np.testing.assert_allclose([norm(g) for g in parts], right, atol=2e-5)
 
 
 ROUNDS = {  # head: prompt, first token, [(start, drafts, confidence, accepted, next)]

@@ -11,6 +11,7 @@ from specjax.drafters.medusa import Medusa
 from specjax.sampling import GREEDY
 from specjax.targets.llama import Llama
 from specjax.transformer import TransformerConfig
+from specjax.tree import Tree
 
 TEXT = [3, 7, 1, 9, 4, 5, 11, 2]
 CONFIG = TransformerConfig(
@@ -110,10 +111,22 @@ def test_the_draft_is_the_heads_best_after_the_last_token(fixture):
         weights, shared, jnp.array([TEXT]), jnp.array([8]), out.features, 16
     )
     draft, _ = medusa().draft(weights, shared, state, jnp.array([17]), GREEDY, keys)
-    assert draft.tokens[0, 0] == 16  # the first of the recorded tree 17 16 27 17 31
+    assert draft.tokens[0, 0] == 16  # as in the recorded tree, below
     f = np.asarray(out.features[0, -1], np.float64)
     best = [np.argmax(u[k] @ (f + golden.silu(w[k] @ f + b[k]))) for k in range(3)]
     assert draft.tokens[0].tolist() == best
+
+
+def test_the_tree_is_the_one_recorded(fixture):
+    """Two guesses of the first head, two of the second behind the better one."""
+    params, weights, out, _ = fixture
+    shared, keys = TARGET.shared(params), jax.random.split(jax.random.key(0), 1)
+    drafter = medusa(topology=Tree((-1, 0, 0, 1, 1)))
+    args = jnp.array([TEXT]), jnp.array([8]), out.features, 16
+    state = drafter.prefill(weights, shared, *args)
+    args = shared, state, jnp.array([17]), GREEDY, keys
+    draft, _ = drafter.draft(weights, *args)
+    assert draft.tokens.tolist() == [[16, 27, 17, 31]]
 
 
 def test_heads_start_as_the_targets_head_but_for_the_bias(fixture):

@@ -137,6 +137,20 @@ def test_a_row_weighs_what_the_target_gives_the_tokens_behind_its_masks():
     np.testing.assert_allclose(ours[real], np.array(right)[real], atol=1e-6)
 
 
+def test_the_weights_of_the_text_are_those_recorded():
+    """g of each token, by the rows with one mask before their label, and the sum."""
+    drafter, batch = drafter_of(), batch_of()
+    shared = Llama(CONFIG).shared(target_weights())
+    anchor = jnp.arange(-1, 6)[None]
+    g = drafter.confidence(shared, batch, Rows(anchor, jnp.ones_like(anchor)))[0]
+    right = [1, 0.028445, 0.052551, 0.016255, 0.075174, 0.100720, 0.017899]
+    np.testing.assert_allclose(g, right, atol=2e-6)
+    rows = drafter.rows(jax.random.key(0), batch.mask)
+    weights = drafter.confidence(shared, batch, rows)
+    wanted = rows.read(batch.mask, rows.position + 1)
+    assert float(jnp.sum(weights, where=wanted)) == pytest.approx(7.312733, abs=1e-5)
+
+
 def test_a_text_loses_its_features_all_at_once_and_as_often_as_asked():
     """Half of 32 equal texts: the loss is the mean of the two modes' losses, mixed."""
     drafter, batch = drafter_of(gate=0.5), batch_of(32)

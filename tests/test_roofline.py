@@ -74,6 +74,8 @@ def test_deepseek_touches_its_active_experts(layers):
     assert plan.one.weights == dense + 7168 * 129280
     active = plan.one.weights + sparse * 8 * expert
     assert plan.one.flops == pytest.approx(2 * active, rel=1e-6)
+    # A shared expert and those that are chosen are summed before their all-reduce.
+    assert plan.one.reductions == 2 * layers + 1
     if layers == 61:
         assert plan.num_params == pytest.approx(671.03e9, rel=1e-4)
         assert 36.5e9 < active < 37.5e9
@@ -144,6 +146,24 @@ def test_a_sequential_draft_reads_its_weights_gamma_times_and_a_block_once():
     assert reads("dflash", 3) == reads("dflash", 9)
 
 
+def test_queries_as_wide_as_the_stream_are_no_all_reduce():
+    """A block drafter has two a layer, one of its fusion and one of the head."""
+    for heads in (4, 8):  # 4 x 16 = 64, the width
+        config = dataclasses.replace(SMALL, num_layers=8, num_heads=heads)
+        plan = Plan(config, IDEAL)
+        drafter = plan.drafter("dflash", 3)
+        found = plan.draft_work(drafter).reductions
+        assert found == 2 * vars(drafter)["num_layers"] + 2
+
+
+def test_heads_side_by_side_are_one_all_reduce_a_product():
+    """Medusa's square matrices and its tables; Hydra's one after the other."""
+    plan = Plan(SMALL, IDEAL)
+    count = lambda name, g: plan.draft_work(plan.drafter(name, g)).reductions
+    assert [count("medusa", g) for g in (1, 3)] == [2, 2]
+    assert [count("hydra", g) for g in (1, 3)] == [2, 6]
+
+
 QUICK = ("draft_model", "eagle", "dspark")
 
 
@@ -199,7 +219,7 @@ def test_a_scan_counts_as_often_as_it_runs_and_branches_once():
         return jax.lax.scan(step, x, None, length=5)
 
     f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
-    found = work.count(program, {4}, f32(4, 4), f32(4, 7), f32(2, 4))
+    found = work.count(program, work.Ends({4}), f32(4, 4), f32(4, 7), f32(2, 4))
     assert (found.weights, found.flops) == (5 * 16, 5 * 2 * 2 * 16)
     assert (found.cache, found.cache_flops) == (5 * 28, 5 * 2 * 2 * 28)
     assert found.reductions == 5
@@ -212,7 +232,7 @@ def test_a_broadcast_weight_is_read_once():
 
     x = jax.ShapeDtypeStruct((6, 4), jnp.bfloat16)
     w = jax.ShapeDtypeStruct((4, 4), jnp.float32)
-    found = work.count(program, set(), w, (), x)
+    found = work.count(program, work.Ends(set()), w, (), x)
     assert (found.weights, found.flops) == (16, 6 * 2 * 16)
 
 

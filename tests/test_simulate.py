@@ -37,6 +37,24 @@ def test_drafts_that_are_all_accepted_take_whole_rounds():
     assert report.served[0].end == pytest.approx(3.0 + 3 * (0.5 + 5.0))
 
 
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_throughput_without_a_queue_is_that_of_the_whole_time(count):
+    """Prompts are read one after the other, yet no request waits for a slot."""
+    report = run(MANY[2:][:count])
+    tokens = sum(s.num_tokens for s in report.served)
+    assert summary(report)["throughput"] == pytest.approx(tokens / report.ends[-1])
+
+
+def test_throughput_with_a_queue_ends_when_the_last_request_leaves_it():
+    report = run()
+    until = max(s.begun for s in report.served)
+    assert 0 < until < report.ends[-1]
+    rounds = zip(report.rounds, report.ends, strict=True)
+    tokens = sum(int(r.committed.sum()) for r, end in rounds if end <= until)
+    tokens += len(MANY) - 1  # the last one's first token comes later
+    assert summary(report)["throughput"] == pytest.approx(tokens / until)
+
+
 POLICIES = (None, Threshold(0.6), Prefix(COSTS.passes(4)), Delayed(COSTS.passes(4), 3))
 
 
@@ -113,6 +131,19 @@ def test_curves():
     assert stairs((1.0, 2.0, 3.0, 4.0, 5.0), 2) == (2.0, 2.0, 4.0, 4.0, 5.0)
     times = poisson(rate=4.0, count=4000)
     assert np.all(np.diff(times) > 0) and times[-1] == pytest.approx(1000, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"alphas": (0.5, 1.2)}, "acceptances lie in"),
+        ({"alphas": (0.5, 1.0), "spread": 2.0}, "leave the spread out"),
+        ({"alphas": (0.5,), "spread": 0.0}, "spread needs to be > 0"),
+    ],
+)
+def test_drafts_that_cannot_be_drawn_are_refused(fields, says):
+    with pytest.raises(ValueError, match=says):
+        Modelled(**fields)
 
 
 def test_costs_that_end_too_early_are_refused():

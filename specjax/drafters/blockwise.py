@@ -17,8 +17,10 @@ public reference code.
 Departs from the paper: p_1 is the target's own head (y_1 = 0), in the paper it has a
 slice of the block as well, so that even a frozen model's output varies with k. So
 gamma = k - 1 slices are made. W_2 starts at zero, so that all heads start as the
-target's; the paper's block starts at random. The paper accepts what equals the argmax,
-or is near it; here the rules are exact, at every temperature.
+target's; the paper's block starts at random. With `tune_target` the loss of p_1 is in
+every batch beside the drawn one, and adapter and rates are those of Medusa-2. The paper
+accepts what equals the argmax, or is near it; here the rules are exact, at every
+temperature.
 """
 
 import dataclasses
