@@ -1,4 +1,4 @@
-"""The `specjax` command: bench, certify, cost, generate, train, tree, drafters, info.
+"""The `specjax` command and its subcommands.
 
 Bad input ends in one line on stderr and exit status 2.
 """
@@ -11,7 +11,7 @@ from typing import Annotated
 
 import tyro
 
-from specjax.commands import bench, certify, cost, generate, listing, train, tree
+from specjax.commands import bench, certify, cost, generate, listing, plan, train, tree
 
 EXPECTED = (
     ValueError,
@@ -27,6 +27,7 @@ Command = (
     | Annotated[certify.Certify, tyro.conf.subcommand("certify")]
     | Annotated[cost.Cost, tyro.conf.subcommand("cost")]
     | Annotated[generate.Generate, tyro.conf.subcommand("generate")]
+    | Annotated[plan.Plan, tyro.conf.subcommand("plan")]
     | Annotated[train.Train, tyro.conf.subcommand("train")]
     | Annotated[tree.FindTree, tyro.conf.subcommand("tree")]
     | Annotated[listing.Drafters, tyro.conf.subcommand("drafters")]

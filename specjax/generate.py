@@ -209,7 +209,8 @@ def settle(
         # What a stop id or the limit cut off is not committed either: count - 1 drafts
         # and, on a row that had ended, nothing at all (-1).
         kept = dataclasses.replace(verdict, num_accepted=count - 1)
-        path, features = verdict.path, out.features
+        path = verdict.path
+        features = sharding.constrain(out.features, sharding.ROWS)
         cache = kv_cache.commit(out.cache, path, kept.num_committed)
         if path is not None:
             rows = jnp.arange(len(n))[:, None]

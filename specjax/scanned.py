@@ -113,7 +113,8 @@ class Scanned:
                 x, _ = jax.lax.scan(body, x, layers)
                 states[end] = x
         norm = RMSNorm(self.config.norm_eps)
-        states[L] = hidden = norm.apply({"params": params["norm"]}, x)
+        hidden: Any = norm.apply({"params": params["norm"]}, x)
+        states[L] = hidden
         picked = [states[t % (L + 1)] for t in taps]
         features = jnp.concatenate(picked or [x[..., :0]], axis=-1)
         return Output(hidden, features, None)

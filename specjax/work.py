@@ -142,6 +142,9 @@ def _product(eqn, of: list, times: float, work: Work, ends: Ends) -> None:
     """One matrix product. What is broadcast was read once, however often it is used."""
     a, b = (v.aval.shape for v in eqn.invars[:2])
     if eqn.primitive.name.startswith("ragged"):
+        if len(b) == 2:  # the gradient of experts: rows [R D] and [R F] to [X D F]
+            work.flops += times * 2 * a[0] * a[1] * b[1]
+            return
         work.experts.append((times * a[0], b[0], float(math.prod(b[1:]))))
         work.flops += times * 2 * a[0] * math.prod(b[1:])
         work.reductions += times * (b[2] in ends.experts)

@@ -289,3 +289,17 @@ def test_an_own_draft_model_has_its_own_width():
     row = roofline.judge(plan, "draft_model:llama-3.2-1b", [0.8], 2)
     assert row["params"] == 1_235_814_400
     assert np.all(np.diff(row["c"]) > 0)
+
+
+def test_the_gradient_of_experts_is_counted_as_the_product_it_is():
+    """Rows [R D] and [R F] to [X D F]: as many flops as the product forward."""
+    R, D, F, X = 6, 4, 5, 3
+    sizes = jax.ShapeDtypeStruct((X,), jnp.int32)
+    rows, w = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((R, D), (X, D, F)))
+    loss = lambda w, x, sizes: jnp.sum(jax.lax.ragged_dot(x, w, sizes) ** 2)
+    forward = lambda weights, cache, *args: loss(*args)
+    back = lambda weights, cache, *args: jax.grad(loss)(*args)
+    ends = work.Ends(set())
+    one = work.count(forward, ends, (), (), w, rows, sizes).flops
+    assert one == 2 * R * D * F
+    assert work.count(back, ends, (), (), w, rows, sizes).flops == 2 * one

@@ -1,0 +1,125 @@
+"""Plans from shapes: what is counted by hand, and what the compiler says."""
+
+import dataclasses
+import math
+
+import jax
+import pytest
+
+from specjax import cli, plan, roofline
+from specjax.sharding import MeshShape
+from specjax.transformer import TransformerConfig
+
+CONFIG = TransformerConfig(256, 64, 6, 4, 2, 16, 128, max_positions=512)
+JOB = plan.Job(
+    CONFIG, "eagle", MeshShape(2, 2, 2), batch_size=8, length=64, context=128
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def promotion():
+    """AdamW of optax raises a float; float32 drafters read bfloat16 features."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def made():
+    return plan.Plan(JOB)
+
+
+def test_weights_are_counted_by_device(made):
+    D, L, V = 64, 6, 256
+    layer = D * 16 * (4 + 2 + 2) + 4 * 16 * D + 3 * D * 128
+    matrices, norms = 2 * V * D + L * layer, (2 * L + 1) * D
+    # Norms are whole on each of the 8; matrices are split over fsdp x tensor = 4.
+    assert made.bytes(made.params) == 2 * (matrices // 4 + norms)
+    assert made.bytes(made.state) == 2 * made.bytes(made.draft_params) + 8
+    assert made.cache_bytes == 2 * 2 * L * (8 // 4) * (2 // 2) * 256 * 16 + 8 // 4 * 4
+
+
+def test_flops_of_the_target_are_two_a_weight_and_token(made):
+    D, L, T = 64, 6, 64
+    layer = D * 16 * (4 + 2 + 2) + 4 * 16 * D + 3 * D * 128
+    attending = 2 * T * 2 * 4 * 16  # scores and sums of 4 heads over T keys
+    assert made.flops["target"] == L * (2 * layer + attending)
+
+
+def test_programs_hold_what_they_are_given(made):
+    texts = 8 // 4 * 64 * (4 + 1)
+    assert made.features.arguments == made.bytes(made.params) + texts
+    assert made.step.arguments > made.bytes(made.draft_params) + made.bytes(made.state)
+    assert made.step.results < 1024  # parameters and state take the old ones' place
+    assert made.round.arguments > made.cache_bytes + made.bytes(made.params)
+    for program in (made.features, made.step, made.round):
+        assert program.temporary > 0
+
+
+def test_features_are_the_taps_and_the_last_state(made):
+    D, V, taps = 64, 256, len(made.drafter.taps)
+    assert made.stored("bfloat16") == 2 * D * (taps + 1)
+    assert made.stored("int8") == (D + 4) * (taps + 1)
+    assert made.stored("logits") == 2 * (D * (taps + 1) + V)
+
+
+def test_modes_that_fit_come_first_and_the_fastest_of_them(made):
+    modes = made.modes()
+    assert not any(m.fits for m in modes if "logits" in m.name)
+    fitting = [m.hours for m in modes if m.fits]
+    assert fitting == sorted(fitting)
+    assert len(fitting) == 3
+    small = dataclasses.replace(roofline.CHIPS["v5p"], memory=1e3)
+    tight = plan.Plan(dataclasses.replace(JOB, chip=small))
+    tight.features, tight.step, tight.flops = made.features, made.step, made.flops
+    assert not any(m.fits for m in tight.modes())
+    look, step = (
+        made.seconds(x) * JOB.tokens / (8 * 64) / 3600 for x in ("target", "drafter")
+    )
+    flying = next(m for m in modes if m.name == "on the fly")
+    assert flying.hours == pytest.approx(JOB.epochs * (look + step))
+
+
+def test_an_eighth_of_the_devices_takes_eight_times_as_long(made):
+    one = plan.Plan(dataclasses.replace(JOB, mesh=MeshShape()))
+    long = dataclasses.replace(roofline.CHIPS["v5p"], bandwidth=math.inf)
+    for p in (one, made):
+        p.job = dataclasses.replace(p.job, chip=long)
+    assert one.seconds("target") == pytest.approx(8 * made.seconds("target"))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"length": 1024}, "more than the model's 512 positions"),
+        ({"batch_size": 3, "length": 63}, "do not divide over data x fsdp = 4"),
+        ({"epochs": 0}, "epochs >= 1"),
+        ({"tokens": 0.0}, "tokens > 0"),
+    ],
+)
+def test_jobs_that_cannot_be(change, says):
+    with pytest.raises(ValueError, match=says):
+        dataclasses.replace(JOB, **change)
+
+
+def test_a_drafter_that_trains_its_target_is_refused():
+    with pytest.raises(ValueError, match="trains the target too"):
+        plan.Plan(dataclasses.replace(JOB, drafter="medusa2"))
+
+
+def test_the_command(tmp_path, capsys):
+    shape = ("--target", "tiny", "--drafter", "medusa", "--mesh", "fsdp=2,tensor=2")
+    size = ("--length", "64", "--context", "64", "--json", str(tmp_path / "p.json"))
+    cli.main(["plan", *shape, *size, "--no-serving"])
+    said = capsys.readouterr().out
+    assert "on the fly: specjax train medusa --mesh fsdp=2,tensor=2" in said
+    assert (tmp_path / "p.json").is_file()
+    for wrong, says in (
+        (["--chip", "abacus"], "unknown chip 'abacus'"),
+        (["--mesh", "fsdp=16"], "needs 16 devices"),
+        (["--target", "qwen9"], "unknown model 'qwen9'"),
+        (["--drafter", "mezusa"], "mezusa"),
+    ):
+        with pytest.raises(SystemExit):
+            cli.main(["plan", *shape, *size, *wrong])
+        assert says in capsys.readouterr().err
+    assert jax.device_count() == 8
