@@ -1,11 +1,13 @@
 """What a training needs on a mesh that is not there: bytes a device, flops, hours.
 
 The programs of a training step, and of a round of serving what comes out of it, are
-compiled for as many CPU devices as the mesh has, from shapes alone: no weight exists.
+compiled for as many devices as the mesh has, from shapes alone: no weight exists.
 Arguments are counted as the compiler places them, and what it needs beside them is its
-own figure for one device. XLA for the CPU keeps copies in float32 of some bfloat16
-operands and orders a program less sparingly than XLA for TPU or GPU, so that figure is
-rather too high.
+own figure for one device. The devices are faked ones of the CPU, or those of a TPU
+topology where libtpu is installed. XLA for the CPU keeps copies in float32 of some
+bfloat16 operands, orders a program less sparingly than for TPU or GPU, computes
+nothing again and expands the products of experts: its figure is too high, of experts
+many times.
 
 Seconds are flops / (devices x peak x share), or bytes of weights over the bandwidth if
 that is more; what the devices send one another is not in it.
@@ -14,6 +16,7 @@ that is more; what the devices send one another is not in it.
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -92,8 +95,9 @@ class Mode:
 class Plan:
     """A job's programs, traced and compiled once. Raises ValueError if it cannot be."""
 
-    def __init__(self, job: Job):
-        self.job, self.mesh = job, job.mesh.make(jax.devices()[: job.mesh.size])
+    def __init__(self, job: Job, devices: Sequence[Any] | None = None):
+        devices = jax.devices() if devices is None else devices
+        self.job, self.mesh = job, job.mesh.make(devices[: job.mesh.size])
         self.target = convert.target_of(job.config)
         mask = job.config.vocab_size - 1
         self.drafter = drafters.get(job.drafter).for_target(job.config, mask)

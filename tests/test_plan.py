@@ -107,6 +107,7 @@ def test_a_drafter_that_trains_its_target_is_refused():
 
 
 def test_the_command(tmp_path, capsys):
+    assert jax.device_count() == 8  # JAX has started: the command takes what there is
     shape = ("--target", "tiny", "--drafter", "medusa", "--mesh", "fsdp=2,tensor=2")
     size = ("--length", "64", "--context", "64", "--json", str(tmp_path / "p.json"))
     cli.main(["plan", *shape, *size, "--no-serving"])
@@ -118,8 +119,8 @@ def test_the_command(tmp_path, capsys):
         (["--mesh", "fsdp=16"], "needs 16 devices"),
         (["--target", "qwen9"], "unknown model 'qwen9'"),
         (["--drafter", "mezusa"], "mezusa"),
+        (["--topology", "v5p:2x2x1"], "could not be described"),
     ):
         with pytest.raises(SystemExit):
             cli.main(["plan", *shape, *size, *wrong])
         assert says in capsys.readouterr().err
-    assert jax.device_count() == 8

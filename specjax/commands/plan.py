@@ -29,6 +29,9 @@ class Plan:
     compute_share: float = 0.5  # achieved of the chip's dense bf16 peak
     bandwidth_share: float = 0.7  # achieved of its bandwidth
     serving: bool = True  # compile a round of generation too: the slowest part
+    # Compile for these chips, such as v5p:4x4x2, instead of for faked CPU devices;
+    # needs libtpu, no TPU
+    topology: str | None = None
     json: pathlib.Path | None = None
 
     def run(self) -> None:
@@ -68,20 +71,38 @@ class Plan:
             bandwidth_share=self.bandwidth_share,
             disk=self.disk,
         )
-        made = plan.Plan(job)
+        made = plan.Plan(job, self._devices())
         result = self._compile(made)
         out = common.terminal()
         head, bytes_, modes = _tables(self, made, result)
         out.print(head)
         out.print(bytes_)
         out.print(modes)
-        out.print(NOTE, style="dim")
+        out.print(NOTE if self.topology is None else NOTE_TPU, style="dim")
         print(_advice(result))
         if self.json:
             from specjax import console
 
             console.write_json(self.json, result | {"versions": common.versions()})
             print(f"wrote {self.json}")
+
+    def _devices(self):
+        """Chips of the topology, described by libtpu; None: this machine's own."""
+        if self.topology is None:
+            return None
+        from jax.experimental import topologies
+
+        try:
+            described = topologies.get_topology_desc(
+                topology_name=self.topology, platform="tpu"
+            )
+        except (RuntimeError, NotImplementedError, ValueError) as error:
+            cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ValueError(
+                f"--topology {self.topology} could not be described ({cause}); it "
+                "needs the libtpu of this jax and a name such as v5p:4x4x2."
+            ) from None
+        return list(described.devices)
 
     def _compile(self, made) -> dict[str, Any]:
         def say(what: str) -> None:
@@ -118,11 +139,15 @@ class Plan:
         }
 
 
+_TIME = (
+    "Seconds: flops at the share of the peak that is given; what the devices send one "
+    "another is not in them."
+)
 NOTE = (
     "Programs compiled by XLA for the CPU, from shapes: arguments are exact, what they "
-    "need besides is rather too high. Seconds: flops at the share of the peak that is "
-    "given; what the devices send one another is not in them."
+    f"need besides is too high, of experts many times (--topology). {_TIME}"
 )
+NOTE_TPU = f"Programs compiled by XLA for TPU, from shapes. {_TIME}"
 
 
 def _size(n: int | float) -> str:
