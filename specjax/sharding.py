@@ -34,6 +34,8 @@ RULES: dict[str, Sequence[Axis]] = {
     "embed": (T, F),  # [V D]
     "head": (T, F),
     "vocab": (T, F),
+    "clusters": (T, None, F),  # [C R D]
+    "centroids": (T, F),
     "w1": (T, F),  # of DSpark [V r], of blockwise heads [G F D]
     "w2": (T, F),
     "predecessor": (T, F),

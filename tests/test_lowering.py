@@ -14,7 +14,8 @@ import pytest
 
 from specjax import testing
 from specjax.generate import Model, Weights, advance, prefill
-from specjax.kernels import tree_attention
+from specjax.kernels import clustered_head, tree_attention
+from specjax.kernels.clustered_head import shapes as head_shapes
 from specjax.kernels.tree_attention import shapes
 from specjax.sampling import GREEDY, Sampling
 from specjax.tree import DynamicTree, Tree
@@ -66,6 +67,22 @@ def check_attention(name, shape, dtype):
 @pytest.mark.parametrize("shape", shapes.LARGE)
 def test_tree_attention_lowers(name, shape):
     check_attention(name, shapes.LARGE[shape], "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("platform", "name"), [("tpu", "pallas_tpu"), ("cuda", "reference")]
+)
+@pytest.mark.parametrize("shape", head_shapes.LARGE)
+def test_a_clustered_head_lowers(platform, name, shape):
+    s = head_shapes.LARGE[shape]
+    args = (
+        abstract((s.batch, s.width), jnp.bfloat16),
+        abstract((s.batch, s.scored), jnp.int32),
+        abstract((s.clusters, s.rows, s.width), jnp.bfloat16),
+    )
+    run = functools.partial(clustered_head.token_scores, implementation=name)
+    text = lowered(jax.jit(run), platform, *args)
+    assert (KERNELS["pallas_tpu"][1] in text) == (name == "pallas_tpu")
 
 
 @pytest.mark.slow
