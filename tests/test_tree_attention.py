@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import NamedSharding
 from tree_inputs import by_hand, inputs
 
-from specjax import kv_cache, testing
+from specjax import kv_cache, sharding, testing
 from specjax.kernels.tree_attention import reference, shapes, tpu, tree_attention
 from specjax.kernels.tree_attention.shapes import Shape
+from specjax.sharding import MeshShape
 from specjax.tree import Tree
 
 kernel = functools.partial(tree_attention, implementation="pallas_tpu", interpret=True)
@@ -84,6 +86,23 @@ def test_bits_are_those_of_the_ancestors():
     found = np.asarray(tpu.words(jnp.asarray(seen))).view(np.uint32)
     back = [(found[..., m // 32] >> np.uint32(m % 32)) & 1 for m in range(45)]
     np.testing.assert_array_equal(np.stack(back, -1), seen)
+
+
+@pytest.mark.parametrize(("data", "tensor"), [(2, 2), (1, 4), (2, 1)])
+def test_devices_of_a_mesh_compute_their_own_rows_and_heads(data, tensor):
+    """4 rows, 2 kv heads: over 4 devices the heads stay whole."""
+    args = inputs(Shape(4, 5, 4, 2, 128, 64))
+    shape = MeshShape(data=data, tensor=tensor)
+    mesh = shape.make(jax.devices()[: shape.size])
+    spread = lambda x: NamedSharding(
+        mesh, sharding.fit(sharding.row_axes(x, 4), x.shape, mesh)
+    )
+    placed = [jax.device_put(x, spread(x)) for x in args[1:]]
+    with sharding.use(mesh):
+        run = jax.jit(kernel).lower(args[0], *placed).compile()
+        ours = run(args[0], *placed)
+    np.testing.assert_allclose(ours, by_hand(*args, None), atol=2e-5)
+    assert "all-gather" not in run.as_text()
 
 
 @pytest.mark.parametrize(

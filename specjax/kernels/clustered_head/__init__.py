@@ -28,7 +28,9 @@ def choose(
     if implementation is not None:
         return implementation
     fits = z.shape[0] <= STATES and tpu.refusal(clusters) is None
-    return "pallas_tpu" if jax.default_backend() == "tpu" and fits else "reference"
+    whole = jax.sharding.get_abstract_mesh().empty  # or XLA would gather the table
+    here = jax.default_backend() == "tpu" and whole
+    return "pallas_tpu" if here and fits else "reference"
 
 
 def token_scores(

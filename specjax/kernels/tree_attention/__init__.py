@@ -16,8 +16,11 @@ attention and `jax.nn.dot_product_attention` of JAX, `dot_product_attention` of 
 0.0.17. Their ragged paged attention for TPU is causal, and wants a cache in pages.
 """
 
+import functools
+
 import jax
 
+from specjax import sharding
 from specjax.kernels.tree_attention import gpu, reference, tpu
 from specjax.typing import Array, Bool, Float, Int
 
@@ -79,4 +82,23 @@ def tree_attention(
     if chosen not in KERNELS:
         known = ", ".join(["reference", *KERNELS])
         raise ValueError(f"unknown implementation {chosen!r}; known: {known}.")
-    return KERNELS[chosen](*args, window=window, scale=by, interpret=interpret)
+    kernel = functools.partial(
+        KERNELS[chosen], window=window, scale=by, interpret=interpret
+    )
+    return _on_mesh(kernel, *args)
+
+
+def _on_mesh(kernel, q, k, v, *nodes):
+    """Each device computes its rows and kv heads: XLA would gather a kernel's cache."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return kernel(q, k, v, *nodes)
+    rows, heads, *_ = sharding.fit(sharding.row_axes(k, k.shape[0]), k.shape, mesh)
+    spec = jax.sharding.PartitionSpec
+    queries, cache = spec(rows, None, heads), spec(rows, heads)
+    return jax.shard_map(
+        kernel,
+        in_specs=(queries, cache, cache, *(spec(rows) for _ in nodes)),
+        out_specs=queries,
+        check_vma=False,  # a kernel's output does not say over what it varies
+    )(q, k, v, *nodes)
