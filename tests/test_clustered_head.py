@@ -9,7 +9,7 @@ import pytest
 from scipy.special import logsumexp
 
 from specjax import clustered_head, draft_vocab
-from specjax.kernels.clustered_head import shapes, token_scores
+from specjax.kernels.clustered_head import reference, shapes, token_scores
 from specjax.kernels.clustered_head.shapes import Shape
 
 
@@ -135,10 +135,14 @@ def random_head(shape, dtype):
 
 @pytest.mark.parametrize("name", shapes.SMALL)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("implementation", ["reference", "pallas_tpu"])
-def test_token_scores_are_those_of_float64(implementation, dtype, name):
+@pytest.mark.parametrize("way", ["reference", "pallas_tpu", "gathered"])
+def test_token_scores_are_those_of_float64(way, dtype, name):
+    """`gathered` is the reference of other platforms than this."""
     z, best, table = args = random_head(shapes.SMALL[name], dtype)
-    ours = token_scores(*args, implementation=implementation, interpret=True)
+    if way == "gathered":
+        ours = reference.gathered(*args)
+    else:
+        ours = token_scores(*args, implementation=way, interpret=True)
     exact = lambda x: np.asarray(x, np.float64)
     right = np.einsum("bd,byrd->byr", exact(z), exact(table)[np.asarray(best)])
     assert ours.dtype == jnp.float32

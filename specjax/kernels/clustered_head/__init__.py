@@ -4,7 +4,7 @@ The table lies in the order of the clusters, [C R D], so that a cluster is one b
 memory. Of each state's Y clusters R rows are read, and nothing of width V is made. What
 the clusters are, and the law of their tokens, is in `specjax.clustered_head`.
 
-    reference   a gather and a product, in plain JAX; the rows are copied first
+    reference   a gather and a product in plain JAX; on a CPU a cluster at a time
     pallas_tpu  Mosaic for TPU: rows go from the table to the product once
 
 On GPUs the reference is used: it moves the chosen rows three times, which are a few

@@ -26,6 +26,7 @@ SMALL = {
     "no size a power of 2": Shape(4, 21, 15, 5, 384, 128),
 }
 LARGE = {
+    "smollm2, 2k": Shape(4, 16, 9, 3, 2048, 64),
     "llama-3.1-8b, 8k": Shape(8, 16, 32, 8, 8192, 128),
     "llama-3.1-8b, 32k, 64 nodes": Shape(1, 64, 32, 8, 32768, 128),
     "gemma, local": Shape(8, 16, 8, 4, 8192, 256, window=1024),
