@@ -110,13 +110,13 @@ def time_head(config: Config, kind: str, share: float) -> float:
     z = jax.random.normal(key, (1, D), jnp.bfloat16)
     order = jax.random.permutation(key, V).reshape(C, -1).astype(jnp.int32)
 
-    def parted(z, table, order):
+    def parted(z, table):
         # Scores of the scored alone: nothing of width V is made.
-        best = clustered_head.best_clusters(z, table[:C], round(share * C))
-        return jnp.einsum("BD,BnD->Bn", z, table[order[best].reshape(1, -1)])
+        clusters = table.reshape(C, -1, D)
+        return clustered_head.score(z, table[:C], clusters, order, round(share * C))
 
-    args = z, table[: V if kind == "clusters" else round(share * V)], order
-    run = jax.jit(parted if kind == "clusters" else lambda z, t, _: dense(z, t))
+    args = z, table[: V if kind == "clusters" else round(share * V)]
+    run = jax.jit(parted if kind == "clusters" else dense)
     jax.block_until_ready(run(*args))
     best = float("inf")
     for _ in range(config.repeats):

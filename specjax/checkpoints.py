@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import drafters, joint, targets
-from specjax.drafters import base
+from specjax.drafters import base, gemma4_mtp
 from specjax.drafters.gemma4_mtp import Gemma4MTP
 from specjax.drafters.mtp import MTP
 from specjax.mla import DeepSeekConfig
@@ -177,6 +177,8 @@ def assistant(
     fields, params = convert.assistant(stored, targets.read_tensors(folder), dtype)
     drafter = dataclasses.replace(Gemma4MTP.for_target(config, None), **fields)
     drafter.check_target(config.vocab_size, config.width)
+    if drafter.order:
+        params = gemma4_mtp.clustered(drafter, params)
     return "gemma4_mtp", drafter, params
 
 

@@ -7,7 +7,9 @@ cluster c. For a state z, with a centroid a cluster and the table of the head,
     logits[token] = table[token] . z   for the Y R tokens in them             (2)
 
 and every other token has probability 0: a draft law with that support is verified as
-exactly as any. What is read of the weights falls from V to C + Y R rows.
+exactly as any, and its normaliser is the sum over Y R tokens. What is read of the
+weights falls from V to C + Y R rows. The table is kept in the order of the clusters,
+[C R D], so that those rows are Y blocks (`kernels.clustered_head`).
 
 A centroid that is the mean of its rows loses to others when one token of its cluster
 stands out, as the mean of products is below their maximum. So the centroids are trained
@@ -18,12 +20,22 @@ against the target's own mass of each cluster; top-k itself has no gradient:
 Layout of the released weights: Gemma 4's `masked_embedding` (C 2048, R 128, Y 32).
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.kernels.clustered_head import token_scores
 from specjax.layers import dense
 from specjax.typing import Array, Float, Int
+
+
+class Scored(NamedTuple):
+    """The tokens of the best clusters, X = Y R of them, and their logits."""
+
+    ids: Int[Array, "*B X"]
+    logits: Float[Array, "*B X"]  # float32
 
 
 def best_clusters(
@@ -33,21 +45,45 @@ def best_clusters(
     return jax.lax.top_k(dense(z, centroids, jnp.float32), num_scored)[1]
 
 
-def logits(
+def score(
     z: Float[Array, "*B D"],
     centroids: Float[Array, "C D"],
-    table: Float[Array, "V D"],
+    clusters: Float[Array, "C R D"],
     order: Int[Array, "C R"],
     num_scored: int,
-) -> Float[Array, "*B V"]:
-    """Eq. 2 at the target's ids, float32, -inf for tokens that are not scored."""
-    ids = order[best_clusters(z, centroids, num_scored)]  # [*B Y R]
-    ids = ids.reshape(*z.shape[:-1], -1)
-    scores = jnp.einsum(
-        "...D,...nD->...n", z, table[ids], preferred_element_type=jnp.float32
+) -> Scored:
+    """Eq. 2. It has no gradients: what is drafted is a choice."""
+    best = best_clusters(z, centroids, num_scored)
+    flat = z.reshape(-1, z.shape[-1]), best.reshape(-1, num_scored)
+    shape = *z.shape[:-1], -1
+    found = token_scores(*flat, clusters)
+    return Scored(order[best].reshape(shape), found.reshape(shape))
+
+
+def spread(scored: Scored, vocab_size: int) -> Float[Array, "*B V"]:
+    """Logits of all ids, -inf where none was scored."""
+    everywhere = jnp.full((*scored.ids.shape[:-1], vocab_size), -jnp.inf)
+    return jnp.put_along_axis(
+        everywhere, scored.ids, scored.logits, axis=-1, inplace=False
     )
-    everywhere = jnp.full((*z.shape[:-1], table.shape[0]), -jnp.inf)
-    return jnp.put_along_axis(everywhere, ids, scores, axis=-1, inplace=False)
+
+
+def top_k(scored: Scored, k: int) -> tuple[Int[Array, "*B K"], Float[Array, "*B K"]]:
+    """The likeliest tokens, best first, and their log probabilities.
+
+    The same as of `spread`, and nothing as wide as the vocabulary is made.
+    """
+    logits, at = jax.lax.top_k(scored.logits, k)
+    ids = jnp.take_along_axis(scored.ids, at, axis=-1)
+    total = jax.nn.logsumexp(scored.logits, axis=-1, keepdims=True)
+    return ids, logits - total
+
+
+def in_clusters(
+    table: Float[Array, "V D"] | np.ndarray, order: Int[Array, "C R"] | np.ndarray
+) -> Array:
+    """The rows of a head in the order of the clusters, [C R D]."""
+    return jnp.asarray(table)[jnp.asarray(order)]
 
 
 def mass(probs: Float[Array, "*B V"], order: Int[Array, "C R"]) -> Float[Array, "*B C"]:

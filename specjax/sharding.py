@@ -35,6 +35,8 @@ RULES: dict[str, Sequence[Axis]] = {
     "embed": (_T, _F),  # [V D]
     "head": (_T, _F),
     "vocab": (_T, _F),
+    "clusters": (_T, None, _F),  # [C R D]
+    "centroids": (_T, _F),
     "w1": (_T, _F),  # of DSpark [V r], of blockwise heads [G F D]
     "w2": (_T, _F),
     "predecessor": (_T, _F),

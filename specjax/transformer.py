@@ -168,7 +168,7 @@ class Attention(nn.Module):
             k = kv_cache.write(slots[0], k, block.start)
             v = kv_cache.write(slots[1], v, block.start)
             slots = k, v
-            if choose(self.implementation, T, k.shape[2]) != "reference":
+            if choose(self.implementation, q, k, v) != "reference":
                 assert block.nodes is not None
                 out = tree_attention(
                     q,

@@ -374,7 +374,8 @@ def test_all_clusters_scored_are_the_whole_head():
     z = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 8)), jnp.float32)
     dense, found = drafter.logits(weights, z), clustered.logits(more, z)
     np.testing.assert_allclose(found, dense, atol=1e-5)
-    rows = np.asarray(weights["head"])[clustered.clusters]
+    rows = np.asarray(weights["head"])[clustered.tokens]
+    np.testing.assert_array_equal(more["clusters"], rows)
     np.testing.assert_allclose(more["centroids"], rows.mean(1), atol=1e-6)
     few = dataclasses.replace(clustered, num_scored=2).logits(more, z)
     assert np.all(np.isfinite(few).sum(-1) == 2 * 4)
@@ -389,7 +390,7 @@ def test_centroids_learn_the_targets_mass_of_their_own_cluster():
     z, p = rng.normal(size=(1, 2, 8)), rng.dirichlet(np.ones(24), (1, 2))
     scores = z @ np.asarray(weights["centroids"]).T
     log = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
-    right = -(p[..., np.asarray(drafter.clusters)].sum(-1) * log).sum(-1)
+    right = -(p[..., np.asarray(drafter.tokens)].sum(-1) * log).sum(-1)
     z, p = jnp.asarray(z, jnp.float32), jnp.asarray(p, jnp.float32)
     np.testing.assert_allclose(drafter._distance(weights, z, p), right, rtol=1e-5)
 

@@ -17,9 +17,10 @@ alone. The layers are Gemma 4's own (`gemma.py`). Engines differ by one in that
 position, n - `back` for an anchor at n: vLLM, the TPU engine and mlx-vlm take 1,
 `transformers` and LiteRT 0, and `transformers` a window of one key more (`more_keys`).
 
-`order` makes T a clustered head (E2B, E4B): only the tokens of the best clusters are
-scored, the others cannot be drafted (`clustered_head.py`). `transformers` gives those a
-finite logit, which is not what is sampled from; here they have probability 0.
+`order` makes T a clustered head (E2B, E4B), its rows kept cluster by cluster: only the
+tokens of the best clusters are scored, the others cannot be drafted
+(`clustered_head.py`). `transformers` gives those a finite logit, which is not what is
+sampled from; here they have probability 0.
 
 Trained as it is used: from each row t of a text,
 
@@ -222,13 +223,12 @@ class Gemma4MTP:
         slots = tuple((x, x) for x in nothing)
         blocks = self.blocks(jnp.ones((1, 1), jnp.int32), 1)
         normal = nn.initializers.normal(c.width**-0.5)
-        params = {
-            "net": Net(c, W).init(net_key, x, x, blocks, slots)["params"],
-            "head": normal(head_key, (V, c.width)),
-        }
-        if self.order:
-            params["centroids"] = normal(key, (self.num_clusters, c.width))
-        return params
+        net = Net(c, W).init(net_key, x, x, blocks, slots)["params"]
+        head = normal(head_key, (V, c.width))
+        if not self.order:
+            return {"net": net, "head": head}
+        centroids = normal(key, (self.num_clusters, c.width))
+        return clustered(self, {"net": net, "head": head, "centroids": centroids})
 
     def check_target(self, V: int, W: int) -> None:
         """Refuses a target of other ids or another width."""
@@ -266,12 +266,13 @@ class Gemma4MTP:
         """T z, with clusters only where it is scored."""
         if not self.order:
             return dense(z, params["head"], jnp.float32)
-        return clustered_head.logits(
-            z, params["centroids"], params["head"], self.clusters, self.num_scored
+        scored = clustered_head.score(
+            z, params["centroids"], params["clusters"], self.tokens, self.num_scored
         )
+        return clustered_head.spread(scored, self.config.vocab_size)
 
     @property
-    def clusters(self) -> Array:
+    def tokens(self) -> Array:
         """The token of each slot [C R]."""
         order = np.array(self.order, np.int32).reshape(self.num_clusters, -1)
         return jnp.asarray(order)
@@ -361,7 +362,7 @@ class Gemma4MTP:
         if not self.order:
             return base.soft_cross_entropy(self.logits(params, z), p)
         scores = dense(jax.lax.stop_gradient(z), params["centroids"], jnp.float32)
-        return base.soft_cross_entropy(scores, clustered_head.mass(p, self.clusters))
+        return base.soft_cross_entropy(scores, clustered_head.mass(p, self.tokens))
 
 
 def with_clusters(
@@ -383,4 +384,11 @@ def with_clusters(
     order, means = clustered_head.build(np.asarray(params["head"]), num_clusters)
     drafter = dataclasses.replace(drafter, order=tuple(order.ravel().tolist()))
     centroids = jnp.asarray(means, params["head"].dtype)
-    return drafter, dict(params) | {"centroids": centroids}
+    return drafter, clustered(drafter, dict(params) | {"centroids": centroids})
+
+
+def clustered(drafter: Gemma4MTP, params: Params) -> Params:
+    """Parameters of a drafter with an order, of those with its head as published."""
+    rest = {name: x for name, x in params.items() if name != "head"}
+    rows = clustered_head.in_clusters(params["head"], drafter.tokens)
+    return rest | {"clusters": rows}

@@ -8,20 +8,42 @@ for another tree of the same size.
 
     reference   the meaning, in plain JAX on every platform; scores [N S] in memory
     pallas_tpu  Mosaic for TPU: a pass over the cache, slots past the nodes not read
+    mosaic_gpu  Mosaic GPU for Hopper: the same, the text in splits; not in float32
+
+Neither kernel has a gradient: no target or drafter is trained through a cache. Looked
+at and not used, as they take a tree only as an [N S] mask in device memory: Splash
+attention and `jax.nn.dot_product_attention` of JAX, `dot_product_attention` of tokamax
+0.0.17. Their ragged paged attention for TPU is causal, and wants a cache in pages.
 """
+
+import functools
 
 import jax
 
-from specjax.kernels.tree_attention import reference, tpu
+from specjax import sharding
+from specjax.kernels.tree_attention import gpu, reference, tpu
 from specjax.typing import Array, Bool, Float, Int
 
+NODES = 128  # more, as in a prefill, are left to XLA unless a kernel is named
+KERNELS = {"pallas_tpu": tpu.tree_attention, "mosaic_gpu": gpu.tree_attention}
 
-def choose(implementation: str | None, nodes: int, slots: int) -> str:
+
+def choose(
+    implementation: str | None,
+    q: Float[Array, "B N H E"],
+    k: Float[Array, "B K S E"],
+    v: Float[Array, "B K S _E"],
+) -> str:
     """The implementation that None stands for on this machine."""
     if implementation is not None:
         return implementation
-    fits = slots % tpu.SLOTS == 0 and nodes <= tpu.NODES
-    return "pallas_tpu" if jax.default_backend() == "tpu" and fits else "reference"
+    if q.shape[1] > NODES:
+        return "reference"
+    if jax.default_backend() == "tpu" and tpu.refusal(q, k, v) is None:
+        return "pallas_tpu"
+    if gpu.on_hopper() and gpu.refusal(q, k, v) is None:
+        return "mosaic_gpu"
+    return "reference"
 
 
 def tree_attention(
@@ -53,12 +75,30 @@ def tree_attention(
     Raises ValueError for shapes that the named kernel does not take.
     """
     by = q.shape[-1] ** -0.5 if scale is None else scale
-    chosen = choose(implementation, q.shape[1], k.shape[2])
+    chosen = choose(implementation, q, k, v)
     args = q, k, v, length, ancestors, depths, positions
     if chosen == "reference":
         return reference.tree_attention(*args, window=window, scale=by)
-    if chosen != "pallas_tpu":
-        raise ValueError(
-            f"unknown implementation {chosen!r}; known: reference, pallas_tpu."
-        )
-    return tpu.tree_attention(*args, window=window, scale=by, interpret=interpret)
+    if chosen not in KERNELS:
+        known = ", ".join(["reference", *KERNELS])
+        raise ValueError(f"unknown implementation {chosen!r}; known: {known}.")
+    kernel = functools.partial(
+        KERNELS[chosen], window=window, scale=by, interpret=interpret
+    )
+    return _on_mesh(kernel, *args)
+
+
+def _on_mesh(kernel, q, k, v, *nodes):
+    """Each device computes its rows and kv heads: XLA would gather a kernel's cache."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return kernel(q, k, v, *nodes)
+    rows, heads, *_ = sharding.fit(sharding.row_axes(k, k.shape[0]), k.shape, mesh)
+    spec = jax.sharding.PartitionSpec
+    queries, cache = spec(rows, None, heads), spec(rows, heads)
+    return jax.shard_map(
+        kernel,
+        in_specs=(queries, cache, cache, *(spec(rows) for _ in nodes)),
+        out_specs=queries,
+        check_vma=False,  # a kernel's output does not say over what it varies
+    )(q, k, v, *nodes)

@@ -24,9 +24,16 @@ from jax.experimental.pallas import tpu as pltpu
 from specjax.typing import Array, Bool, Int
 
 SLOTS = 128  # a cache must be a multiple of so many slots
-NODES = 128  # more, as in a prefill, are left to XLA unless the kernel is named
 BLOCK = 512  # slots of a block, if the cache is a multiple of it
 NOTHING = -1e30  # a score that is not visible; -inf would make NaN of -inf - -inf
+
+
+def refusal(q, k, v) -> str | None:
+    """What of these arrays the kernel does not take."""
+    del q, v
+    if k.shape[2] % SLOTS:
+        return f"caches of a multiple of {SLOTS} slots, got {k.shape[2]}"
+    return None
 
 
 def words(visible: Bool[Array, "B N M"]) -> Int[Array, "B N W"]:
@@ -112,10 +119,10 @@ def tree_attention(
 ) -> Array:
     """See the package."""
     (B, N, H, E), (_, K, S, _), Ev = q.shape, k.shape, v.shape[-1]
-    if S % SLOTS:
+    refused = refusal(q, k, v)
+    if refused:
         raise ValueError(
-            f"the TPU kernel takes caches of a multiple of {SLOTS} slots, got {S}. "
-            "Round cache_size up, or use implementation='reference'."
+            f"the TPU kernel takes {refused}. Use implementation='reference'."
         )
     if window is not None:
         apart = positions[..., None] - (length[:, None] + depths)[:, None]
