@@ -20,7 +20,7 @@ LAYERS = [
     {"clustered_head"},
     {"transformer", "mla", "gemma"},
     {"targets", "drafters"},
-    {"generate", "training", "corpus", "checkpoints", "joint"},
+    {"generate", "training", "corpus", "checkpoints", "joint"} | {"feature_cache"},
 ]
 LEVEL = {name: i for i, names in enumerate(LAYERS) for name in names}
 TOP = len(LAYERS)  # testing, bench, the command line: may import everything

@@ -6,7 +6,7 @@ import json
 import os
 import pathlib
 import sys
-from typing import Any
+from typing import Any, Literal
 
 from tyro.conf import Positional
 
@@ -41,6 +41,7 @@ class Train:
     clusters_scored: int | None = None  # whose tokens a draft scores; None: 32
     init: pathlib.Path | None = None  # folder of a trained drafter to start from
     feature_cache: pathlib.Path | None = None  # folder; built once, read each epoch
+    feature_dtype: Literal["bfloat16", "int8"] = "bfloat16"  # of the numbers in it
     out: pathlib.Path | None = None  # folder; a run found there goes on
     json: pathlib.Path | None = None  # last metrics
     mesh: str = ""  # data=2,fsdp=4,tensor=1: all devices, split so; empty: one device
@@ -109,6 +110,7 @@ class Train:
                 drafter.taps,
                 texts,
                 kv_layers=base.kv_layers(drafter),
+                dtype=self.feature_dtype,
             )
         with _TrainLog(out, config.steps) as log:
             params = training.train(
