@@ -11,6 +11,7 @@ from typing import Annotated
 
 import tyro
 
+from specjax import preemption
 from specjax.commands import bench, certify, cost, generate, listing, plan, train, tree
 
 EXPECTED = (
@@ -66,6 +67,8 @@ def main(args: list[str] | None = None) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     try:
         command.run()
+    except preemption.Stopped as stop:
+        print(f"specjax: {stop}; run the same command to go on.")
     except EXPECTED as error:
         message = error.args[0] if isinstance(error, KeyError) else error
         print(f"specjax: {message}", file=sys.stderr)

@@ -31,10 +31,9 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from specjax import sharding
+from specjax import distributed, sharding
 from specjax.corpus import Texts
 from specjax.drafters.base import Batch
 from specjax.targets.base import Pretrained, Target
@@ -182,7 +181,7 @@ def cache_features(
     begun = about | {"shard_texts": batches * batch_size, "batch_size": batch_size}
     if jax.process_index() == 0:
         _begin(folder, begun)
-    _agree(True)
+    distributed.everywhere(True)
     manifest = _manifest(folder, about)
     S, B = manifest["shard_texts"], manifest["batch_size"]
     shares = range(jax.process_index(), -(-X // S), jax.process_count())
@@ -294,7 +293,7 @@ def _check_shards(paths: list[pathlib.Path]) -> None:
             return False
 
     damaged = [str(path) for path in paths if not whole(path)]
-    if _agree(not damaged):
+    if distributed.everywhere(not damaged):
         return
     if not damaged:
         raise ValueError("another process found a damaged shard; its message names it.")
@@ -302,10 +301,3 @@ def _check_shards(paths: list[pathlib.Path]) -> None:
         f"the feature cache is damaged, checksums differ: {', '.join(damaged)}. Delete "
         "what is named and run again: only that is made anew."
     )
-
-
-def _agree(mine: bool) -> bool:
-    """Whether all processes say so; none goes on before the last has come."""
-    if jax.process_count() == 1:
-        return mine
-    return bool(np.all(multihost_utils.process_allgather(np.array(mine))))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from toy_run import CONFIG, DRAFTER, TEXTS, Log, make_target, make_texts, same
 
-from specjax import feature_cache, training
+from specjax import distributed, feature_cache, training
 from specjax.sharding import MeshShape
 
 SHARD = {"batch_size": 2, "shard_bytes": 1}  # 2 texts each: 5 shards of 10 texts
@@ -290,7 +290,7 @@ def test_processes_build_their_shares_and_open_the_same(
     """Each in turn here; each would wait for the others where this one goes on."""
     folder, texts, made = tmp_path / "c", make_texts(rows=9), {}
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(feature_cache, "_agree", lambda mine: mine)
+    monkeypatch.setattr(distributed, "everywhere", lambda mine: mine)
     for process in (0, 1):
         monkeypatch.setattr(jax, "process_index", lambda p=process: p)
         done = made.setdefault(process, [])

@@ -6,6 +6,8 @@ import json
 import os
 import pathlib
 import sys
+import zipfile
+import zlib
 from typing import Any, Literal
 
 from tyro.conf import Positional
@@ -52,7 +54,7 @@ class Train:
     process_id: int | None = None
 
     def run(self) -> None:
-        from specjax import drafters, sharding, targets, training
+        from specjax import drafters, preemption, sharding, targets, training
 
         drafters.get(self.drafter)  # an unknown name says which are known
         common.check_writable(self.json)
@@ -66,12 +68,12 @@ class Train:
             if getattr(self, name) is not None
         }
         config = training.TrainConfig(remat=self.remat, **settings)
-        pretrained = targets.load(self.target)
-        pretrained = dataclasses.replace(
-            pretrained, params=sharding.place(pretrained.params, mesh)
-        )
-        with sharding.use(mesh):
-            self._train(pretrained, config, mesh)
+        with preemption.watch() as watch, sharding.use(mesh):
+            pretrained = targets.load(self.target)
+            pretrained = dataclasses.replace(
+                pretrained, params=sharding.place(pretrained.params, mesh)
+            )
+            self._train(pretrained, config, mesh, watch)
 
     def _mesh(self):
         """The mesh of the run, which this process has then joined; None: one device."""
@@ -86,7 +88,7 @@ class Train:
             return shape.make()
         return MeshShape(data=jax.device_count()).make() if self.coordinator else None
 
-    def _train(self, pretrained, config, mesh) -> None:
+    def _train(self, pretrained, config, mesh, watch) -> None:
         from specjax import distributed, feature_cache, training
         from specjax.drafters import base
 
@@ -112,6 +114,7 @@ class Train:
                 kv_layers=base.kv_layers(drafter),
                 dtype=self.feature_dtype,
             )
+        watch.waits = True
         with _TrainLog(out, config.steps) as log:
             params = training.train(
                 pretrained,
@@ -123,6 +126,7 @@ class Train:
                 cache=cache,
                 mesh=mesh,
                 log=log.write,
+                stop=watch,
             )
         about = {
             "target": pretrained.name,
@@ -260,13 +264,7 @@ class Train:
         kept = out / "texts.npz"
         source = json.dumps([[str(p) for p in self.data], *self._recipe()])
         if distributed.agree(kept.exists()):
-            stored = np.load(kept)
-            if str(stored["source"]) != source:
-                raise ValueError(
-                    f"{kept} was made from other data or settings "
-                    f"({stored['source']}); use a new --out folder."
-                )
-            return corpus.Texts(stored["tokens"], stored["mask"])
+            return _kept_texts(kept, source)
         import jax
 
         if not self.data:
@@ -313,6 +311,27 @@ def _quality(pretrained, drafter, params, held) -> dict[str, float]:
         "{loss_before:.4f} -> {loss_after:.4f}".format(len(held), **quality)
     )
     return quality
+
+
+def _kept_texts(path: pathlib.Path, source: str):
+    """The texts that this run began with."""
+    import numpy as np
+
+    from specjax import corpus
+
+    try:
+        with np.load(path) as file:
+            stored = {name: file[name] for name in ("source", "tokens", "mask")}
+    except (ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(
+            f"{path} is damaged ({error}); delete it, it is made anew."
+        ) from None
+    if str(stored["source"]) != source:
+        raise ValueError(
+            f"{path} was made from other data or settings ({stored['source']}); use a "
+            "new --out folder."
+        )
+    return corpus.Texts(stored["tokens"], stored["mask"])
 
 
 def _reduced(drafter, texts, size: int):
@@ -365,9 +384,11 @@ class _TrainLog:
             self.board.close()
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        self.last = {"step": step} | values
+        begins, self.last = not self.last, {"step": step} | values
         if not self.writes:
             return
+        if begins:
+            self._forget(step)
         with self.path.open("a") as file:
             file.write(json.dumps(self.last) + "\n")
         if self.board:
@@ -380,6 +401,17 @@ class _TrainLog:
         self.progress.update(self.bar, completed=step, description=line)
         if not sys.stderr.isatty() and (step % 100 == 0 or step == self.steps):
             print(f"step {step}/{self.steps}: {line}", file=sys.stderr)
+
+    def _forget(self, step: int) -> None:
+        """Drops what a run that was killed wrote of this step and later ones."""
+        if self.path.exists():
+            kept = []
+            for line in self.path.read_text().splitlines(keepends=True):
+                with contextlib.suppress(json.JSONDecodeError):  # the last may be cut
+                    kept += [line] if json.loads(line)["step"] < step else []
+            beside = self.path.with_suffix(".partial")
+            beside.write_text("".join(kept))
+            os.replace(beside, self.path)
 
     def read(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.path.read_text().splitlines()]
