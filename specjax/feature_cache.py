@@ -37,7 +37,7 @@ from specjax import distributed, sharding
 from specjax.corpus import Texts
 from specjax.drafters.base import Batch
 from specjax.targets.base import Pretrained, Target
-from specjax.typing import Array, Float, Int
+from specjax.typing import Array, Float, Int, Params
 
 Dtype = Literal["bfloat16", "int8"]
 SHARD_BYTES = 2**28  # no shard is larger unless one batch is
@@ -151,7 +151,8 @@ def cache_features(
     """Opens the cache of exactly these texts, taps and target; builds what is missing.
 
     Every shard is read once and checked. In a run of several processes, which all see
-    the folder, each builds and checks its share of the shards.
+    the folder, each writes and checks its share of the shards; it computes those alone
+    unless the target's weights are split over processes.
 
     Args:
       batch_size: texts a pass of the target; a cache that was begun keeps its own, as
@@ -161,10 +162,8 @@ def cache_features(
     folder, (X, T) = pathlib.Path(folder), texts.tokens.shape
 
     def run(params, tokens, mask):
-        made = features(
-            pretrained.target, taps, params, tokens, mask, kv_layers=kv_layers
-        )
-        return _narrow(made, len(taps), dtype)
+        of = functools.partial(features, pretrained.target, taps, kv_layers=kv_layers)
+        return _narrow(of(params, tokens, mask), len(taps), dtype)
 
     of_one = jax.eval_shape(run, pretrained.params, texts.tokens[:1], texts.mask[:1])
     row = np.dtype([(name, x.dtype, x.shape[1:]) for name, x in of_one.items()])
@@ -179,31 +178,46 @@ def cache_features(
     }
     batches = max(1, shard_bytes // (row.itemsize * batch_size))
     begun = about | {"shard_texts": batches * batch_size, "batch_size": batch_size}
-    if jax.process_index() == 0:
+    if distributed.is_first():
         _begin(folder, begun)
-    distributed.everywhere(True)
+    distributed.wait("feature cache")
     manifest = _manifest(folder, about)
     S, B = manifest["shard_texts"], manifest["batch_size"]
-    shares = range(jax.process_index(), -(-X // S), jax.process_count())
-    missing = [shard for shard in shares if not _path(folder, shard).exists()]
-    _check_space(folder, row.itemsize * sum(min(S, X - i * S) for i in missing))
-    compiled = jax.jit(run)
-
-    def made(first: int, end: int) -> Iterator[np.ndarray]:
-        for start in range(first, end, B):
-            index = np.minimum(np.arange(start, start + B), end - 1)
-            found = compiled(pretrained.params, texts.tokens[index], texts.mask[index])
-            block = np.empty(min(B, end - start), row)
-            for name, x in found.items():
-                block[name] = np.asarray(x)[: len(block)]
-            yield block
-            progress(start + len(block))
-
+    shards = range(-(-X // S))
+    mine = shards[jax.process_index() :: jax.process_count()]
+    # What the first process sees: all have to run the same batches of a split target.
+    missing = [i for i in shards if not distributed.agree(_path(folder, i).exists())]
+    sizes = (min(S, X - i * S) for i in missing if i in mine)
+    _check_space(folder, row.itemsize * sum(sizes))
+    compute = functools.partial(jax.jit(run), pretrained.params)
     for shard in missing:
         first, end = shard * S, min(X, (shard + 1) * S)
-        _write(_path(folder, shard), row, end - first, made(first, end))
-    _check_shards([_path(folder, shard) for shard in shares])
+        blocks = _blocks(compute, texts, row, range(first, end, B), end, progress)
+        if shard in mine:
+            _write(_path(folder, shard), row, end - first, blocks)
+        elif _split(pretrained.params):
+            for _ in blocks:
+                pass
+    _check_shards([_path(folder, shard) for shard in mine])
     return FeatureCache(folder, row, S)
+
+
+def _blocks(compute, texts, row, starts: range, end, progress) -> Iterator[np.ndarray]:
+    """Rows of a shard, a batch at a time; the last one is filled with its last text."""
+    for start in starts:
+        index = np.minimum(np.arange(start, start + starts.step), end - 1)
+        found = compute(texts.tokens[index], texts.mask[index])
+        block = np.empty(min(starts.step, end - start), row)
+        for name, x in found.items():
+            block[name] = distributed.fetch(x)[: len(block)]
+        yield block
+        progress(start + len(block))
+
+
+def _split(params: Params) -> bool:
+    """Whether no process has all weights, so that all have to run the target."""
+    arrays = (x for x in jax.tree.leaves(params) if isinstance(x, jax.Array))
+    return not all(x.is_fully_addressable for x in arrays)
 
 
 def _path(folder: pathlib.Path, shard: int) -> pathlib.Path:

@@ -4,7 +4,12 @@ import dataclasses
 import functools
 import hashlib
 import json
+import os
+import pathlib
 import shutil
+import socket
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -290,13 +295,41 @@ def test_processes_build_their_shares_and_open_the_same(
     """Each in turn here; each would wait for the others where this one goes on."""
     folder, texts, made = tmp_path / "c", make_texts(rows=9), {}
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(distributed, "everywhere", lambda mine: mine)
+    for name in ("agree", "everywhere", "wait"):
+        monkeypatch.setattr(distributed, name, lambda mine: mine)
     for process in (0, 1):
         monkeypatch.setattr(jax, "process_index", lambda p=process: p)
         done = made.setdefault(process, [])
         build(folder, pretrained, texts=texts, progress=done.append)
     assert made == {0: [2, 6, 9], 1: [4, 8]}
     assert files(folder) == files(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["alone", "together"])
+def test_two_processes_build_what_one_does(whole, tmp_path, how):
+    """Each its shards with the weights it has, or all with weights that they share."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    script = pathlib.Path(__file__).with_name("shared_cache.py")
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    both = [
+        subprocess.Popen(
+            [sys.executable, script, tmp_path / "c", str(port), str(process), how],
+            **pipes,
+            env=env,
+        )
+        for process in (0, 1)
+    ]
+    said = [process.communicate(timeout=120) for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    done = [out.splitlines()[-1].rpartition(" ")[0] for out, _ in said]
+    alone = ["[2, 6, 9]", "[4, 8]"]
+    assert done == (alone if how == "alone" else ["[2, 4, 6, 8, 9]"] * 2)
+    assert said[0][0].split()[-1] == said[1][0].split()[-1]  # what they read of it
+    assert set(files(tmp_path / "c")) == set(files(whole))
 
 
 def test_a_manifest_says_what_a_row_holds(whole):

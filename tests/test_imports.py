@@ -14,7 +14,7 @@ ROOT = Path(specjax.__file__).parent
 FILES = sorted(p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*.py"))
 LAYERS = [
     {"typing", "pytree"},
-    {"sampling", "tree", "sharding", "kernels", "preemption"},
+    {"sampling", "tree", "sharding", "kernels"} | {"distributed", "preemption"},
     {"layers", "kv_cache", "metrics", "verify", "draft_tree", "draft_vocab"}
     | {"scheduler", "calibration"},
     {"clustered_head"},
