@@ -255,8 +255,8 @@ def _check_space(folder: pathlib.Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise OSError(
-            f"the features need {needed / 1e9:.1f} GB more in {folder}, where "
-            f"{free / 1e9:.1f} GB are free; free some, or take fewer texts or int8."
+            f"the features need {needed / 1e6:.1f} MB more in {folder}, where "
+            f"{free / 1e6:.1f} MB are free; free some, or take fewer texts or int8."
         )
 
 

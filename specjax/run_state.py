@@ -112,8 +112,9 @@ class Checkpoints:
         try:
             yield
         except (OSError, ValueError) as error:
-            number = re.search(r"os_error_code='(\d+)'", str(error))
-            cause = os.strerror(int(number[1])) if number else str(error)[:120]
+            said = re.search(r"os_error_code='(\d+)'", str(error))
+            number = int(said[1]) if said else getattr(error, "errno", None)
+            cause = os.strerror(number) if number else str(error)[:120]
             kept = [int(p.name) for p in self.folder.iterdir() if p.name.isdecimal()]
             raise OSError(
                 f"the checkpoint of step {self.writing} cannot be written to "

@@ -282,7 +282,7 @@ def test_a_disk_that_is_too_small_is_noticed_before_the_work(
 ):
     usage = SimpleNamespace(free=100)
     monkeypatch.setattr(feature_cache.shutil, "disk_usage", lambda folder: usage)
-    with pytest.raises(OSError, match=r"features need 0\.0 GB more .*0\.0 GB are free"):
+    with pytest.raises(OSError, match=r"features need 0\.0 MB more .*0\.0 MB are free"):
         build(tmp_path / "c", pretrained)
 
 

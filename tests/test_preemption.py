@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -82,15 +83,22 @@ def command(tmp_path_factory):
     return start
 
 
-def when(there, process, number):
-    """Sends a signal as soon as a file is there and not empty."""
+def when(there, process, number, first=None):
+    """Sends a signal as soon as a file is there and not empty; the last line said.
+
+    That of `first` if the process is not the first one of its run.
+    """
     for _ in range(6000):
         if there.exists() and (there.is_dir() or there.stat().st_size):
             break
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
     process.send_signal(number)
-    return end(process)
+    if first is None:
+        return end(process)
+    line, (_, error) = end(first), process.communicate(timeout=60)
+    assert process.returncode == 0, error
+    return line
 
 
 def end(process):
@@ -139,3 +147,16 @@ def test_a_run_stopped_while_the_target_writes_leaves_nothing_half(command, tmp_
     says = "specjax: stopped before training began; run the same command to go on."
     assert end(process) == says
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_two_processes_end_after_the_same_step_when_one_is_told(command, tmp_path):
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    joins = ("--coordinator", f"127.0.0.1:{port}", "--num-processes", "2")
+    args = (*command.data, "--steps", "600", "--batch-size", "16", *joins)
+    first, second = (command(tmp_path, *args, "--process-id", i) for i in "01")
+    line = when(tmp_path / "metrics.jsonl", second, signal.SIGTERM, first)
+    step = re.fullmatch(r"specjax: stopped after step (\d+) of 600; .*", line)[1]
+    assert (tmp_path / "checkpoints" / step).is_dir()

@@ -320,7 +320,7 @@ def _kept_texts(path: pathlib.Path, source: str):
     from specjax import corpus
 
     try:
-        with np.load(path) as file:
+        with path.open("rb") as raw, np.load(raw) as file:
             stored = {name: file[name] for name in ("source", "tokens", "mask")}
     except (ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(
@@ -346,6 +346,16 @@ def _reduced(drafter, texts, size: int):
     share = counts[ids].sum() / counts.sum()
     print(f"draft vocabulary of {size} ids: {share:.2%} of the tokens to learn")
     return dataclasses.replace(drafter, draft_ids=tuple(ids.tolist()))
+
+
+def _close(board) -> None:
+    """Closes a TensorBoard file; on a full disk it would fail again, aloud, at exit."""
+    try:
+        board.close()
+    except OSError:
+        writer = board.file_writer.event_writer
+        writer.add_event(object())  # ends its thread
+        writer.close = lambda: None
 
 
 class _TrainLog:
@@ -381,7 +391,7 @@ class _TrainLog:
     def __exit__(self, *error):
         self.progress.stop()
         if self.board:
-            self.board.close()
+            _close(self.board)
 
     def write(self, step: int, values: dict[str, float]) -> None:
         begins, self.last = not self.last, {"step": step} | values
