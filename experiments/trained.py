@@ -99,14 +99,16 @@ class Workshop:
             seed=seed,
         )
 
-    def features(self, drafter: Any) -> feature_cache.FeatureCache | None:
+    def features(
+        self, drafter: Any, dtype: feature_cache.Dtype = "bfloat16"
+    ) -> feature_cache.FeatureCache | None:
         """What the drafter reads of the texts; None if that is nothing."""
         if not drafter.taps:
             return None
         taps = "_".join(map(str, drafter.taps))
-        folder = self.folder / f"features-{self.budget.target}-{taps}"
+        folder = self.folder / f"features-{self.budget.target}-{taps}-{dtype}"
         return feature_cache.cache_features(
-            folder, self.pretrained, drafter.taps, self.texts
+            folder, self.pretrained, drafter.taps, self.texts, dtype=dtype
         )
 
     def train(
@@ -115,21 +117,23 @@ class Workshop:
         seed: int = 0,
         params: Params | None = None,
         learning_rate: float | None = None,
+        dtype: feature_cache.Dtype = "bfloat16",
     ) -> Params:
-        """Trains a drafter, or finds it."""
+        """Trains a drafter, or finds it; `dtype` is of the features it learns from."""
         settings = self.settings(seed, learning_rate)
+        name = name_of(drafter, settings) + ("" if dtype == "bfloat16" else f"-{dtype}")
         began = time.perf_counter()
         trained = training.train(
             self.pretrained,
             drafter,
             self.texts,
             settings,
-            cache=self.features(drafter),
-            folder=self.folder / name_of(drafter, settings),
+            cache=self.features(drafter, dtype),
+            folder=self.folder / name,
             params=params,
         )
         seconds = time.perf_counter() - began
-        print(f"{name_of(drafter, settings)}: {seconds:.0f} s", flush=True)
+        print(f"{name}: {seconds:.0f} s", flush=True)
         return trained
 
     def prompts(self, tasks, count: int) -> dict[str, list[list[int]]]:

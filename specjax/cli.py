@@ -4,6 +4,7 @@ Bad input ends in one line on stderr and exit status 2.
 """
 
 import contextlib
+import errno
 import io
 import re
 import sys
@@ -11,6 +12,7 @@ from typing import Annotated
 
 import tyro
 
+from specjax import preemption
 from specjax.commands import bench, certify, cost, generate, listing, plan, train, tree
 
 EXPECTED = (
@@ -60,14 +62,21 @@ def main(args: list[str] | None = None) -> None:
 
     import jax
 
-    from specjax import targets
+    from specjax import distributed, targets
 
     jax.config.update("jax_compilation_cache_dir", str(targets.cache_folder() / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     try:
         command.run()
+    except preemption.Stopped as stop:
+        if distributed.is_first():
+            print(f"specjax: {stop}; run the same command to go on.")
     except EXPECTED as error:
         message = error.args[0] if isinstance(error, KeyError) else error
+        if getattr(error, "errno", None) == errno.ENOSPC:
+            message = (
+                f"the disk is full ({error}); free some and run the command again."
+            )
         print(f"specjax: {message}", file=sys.stderr)
         raise SystemExit(2) from None
 

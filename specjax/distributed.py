@@ -61,6 +61,15 @@ def agree(value: bool) -> bool:
     return bool(multihost_utils.broadcast_one_to_all(np.int32(value)))
 
 
+def everywhere(mine: bool) -> bool:
+    """Whether it is so in every process; none goes on before the last has come."""
+    if jax.process_count() == 1:
+        return mine
+    from jax.experimental import multihost_utils
+
+    return bool(np.all(multihost_utils.process_allgather(np.array(mine))))
+
+
 def wait(name: str) -> None:
     """Goes on when every process has come here."""
     if jax.process_count() > 1:

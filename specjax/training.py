@@ -9,8 +9,6 @@ the first one stopped. Features come from the target on the fly or from a cache 
 import contextlib
 import dataclasses
 import functools
-import hashlib
-import json
 import pathlib
 import time
 from collections.abc import Callable
@@ -22,10 +20,10 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from specjax import joint, sharding
+from specjax import joint, preemption, run_state, sharding
 from specjax.corpus import Texts
 from specjax.drafters import base
-from specjax.feature_cache import FeatureCache, digest, features
+from specjax.feature_cache import FeatureCache, features
 from specjax.layers import rematerialised
 from specjax.targets.base import Pretrained
 from specjax.typing import Array, Params, PRNGKey
@@ -72,11 +70,6 @@ class TrainConfig:
         )
 
 
-def _shapes(params: Params) -> list[str]:
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    return [f"{jax.tree_util.keystr(path)} {x.shape}" for path, x in leaves]
-
-
 @functools.partial(
     jax.jit, static_argnames=("drafter", "config"), donate_argnames=("params", "state")
 )
@@ -113,71 +106,6 @@ def measure(drafter: Any, params: Params, shared, batch, key) -> dict[str, Array
     return drafter.loss(params, shared, batch, key)[1]
 
 
-class Checkpoints:
-    """Parameters and optimiser state by step, through orbax."""
-
-    def __init__(self, folder: pathlib.Path, about: dict[str, Any]):
-        import orbax.checkpoint as ocp
-
-        self.ocp, self.about = ocp, about
-        self.manager = ocp.CheckpointManager(
-            folder.absolute(),
-            options=ocp.CheckpointManagerOptions(max_to_keep=2, create=True),
-        )
-
-    def save(self, step: int, params: Params, state: Any) -> None:
-        tree = self.ocp.args.StandardSave({"params": params, "state": state})
-        about = self.ocp.args.JsonSave(self.about)
-        args = self.ocp.args.Composite(tree=tree, about=about)
-        self.manager.save(step, args=args)
-
-    def restore(self, params: Params, state: Any) -> tuple[int, Params, Any]:
-        """The last step, or step 0 with what was given if there is none."""
-        step = self.manager.latest_step()
-        if step is None:
-            return 0, params, state
-        stored = self._read(step, about=self.ocp.args.JsonRestore())["about"]
-        if stored != self.about:
-            differ = [k for k in self.about if stored.get(k) != self.about[k]]
-            raise ValueError(
-                f"the checkpoint at step {step} was made with other settings "
-                f"({', '.join(differ)}); use a new --out folder or the old settings."
-            )
-        abstract = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
-            {"params": params, "state": state},
-        )
-        args = self.ocp.args.StandardRestore(abstract)
-        tree = self._read(step, tree=args)["tree"]
-        return step, tree["params"], tree["state"]
-
-    def _read(self, step: int, **items: Any) -> Any:
-        try:
-            return self.manager.restore(step, args=self.ocp.args.Composite(**items))
-        except (ValueError, KeyError, OSError) as error:
-            cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise ValueError(
-                f"the checkpoint {self.manager.directory / str(step)} is damaged "
-                f"({cause[:120]}); delete it to go on from the one before."
-            ) from None
-
-    def close(self) -> None:
-        self.manager.wait_until_finished()
-        self.manager.close()
-
-
-def _about(pretrained, drafter, texts: Texts, config, weights) -> dict[str, Any]:
-    """What a run must share with the one that left a checkpoint, to go on from it."""
-    return {
-        "drafter": type(drafter).__name__,
-        "fields": json.loads(json.dumps(dataclasses.asdict(drafter))),
-        "config": dataclasses.asdict(config),
-        "texts": digest((texts.tokens, texts.mask)),
-        "target": pretrained.name,
-        "shapes": hashlib.sha256(str(_shapes(weights)).encode()).hexdigest(),
-    }
-
-
 def train(
     pretrained: Pretrained,
     drafter: Any,
@@ -190,6 +118,7 @@ def train(
     mesh: Mesh | None = None,
     log: Callable[[int, dict[str, float]], None] = lambda step, values: None,
     stop_after: int | None = None,
+    stop: Callable[[int], bool] = lambda step: False,
 ) -> Params:
     """Trains a drafter and returns its parameters.
 
@@ -201,6 +130,8 @@ def train(
         In a run of several processes each calls this alike.
       log: called every `log_every` steps with loss, alpha by position, tau, tokens/s.
       stop_after: ends early at this step with a checkpoint, as a killed run would.
+      stop: asked after every step whether to end there, with a checkpoint; then
+        `preemption.Stopped` is raised.
     """
     init_key, run_key = jax.random.split(jax.random.key(config.seed))
     learner, target, context = _learner(pretrained, drafter, config, mesh)
@@ -209,9 +140,9 @@ def train(
         weights, state = _begin(learner, config, init_key, context(0), params, mesh)
         keeper, first = None, 0
         if folder is not None:
-            about = _about(pretrained, drafter, texts, config, weights)
+            about = run_state.describe(pretrained, drafter, texts, config, weights)
             about["weights"] = sharding.fingerprint(target)
-            keeper = Checkpoints(pathlib.Path(folder) / "checkpoints", about)
+            keeper = run_state.Checkpoints(pathlib.Path(folder) / "checkpoints", about)
             stack.callback(keeper.close)
             first, weights, state = keeper.restore(weights, state)
 
@@ -232,10 +163,12 @@ def train(
                 learner, config, weights, state, context(step), batch, key
             )
             tokens_seen += int(texts.mask[rows].sum())
+            stops = done < last and stop(done)
             if logs:
                 values = {k: np.asarray(v) for k, v in (seen | metrics).items()}
                 seconds = time.perf_counter() - began
                 log(done, _scalars(values) | {"tokens_per_s": tokens_seen / seconds})
+            saves = saves or (keeper and stops)
             if (logs or saves) and not np.isfinite(loss := float(metrics["loss"])):
                 raise FloatingPointError(
                     f"the loss is {loss} at step {done}; lower learning_rate "
@@ -243,6 +176,8 @@ def train(
                 )
             if keeper and saves:
                 keeper.save(done, weights, state)
+            if stops:
+                raise preemption.Stopped(f"stopped after step {done} of {config.steps}")
     return weights
 
 

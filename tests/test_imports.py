@@ -14,13 +14,14 @@ ROOT = Path(specjax.__file__).parent
 FILES = sorted(p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*.py"))
 LAYERS = [
     {"typing", "pytree"},
-    {"sampling", "tree", "sharding", "kernels"},
+    {"sampling", "tree", "sharding", "kernels"} | {"distributed", "preemption"},
     {"layers", "kv_cache", "metrics", "verify", "draft_tree", "draft_vocab"}
     | {"scheduler", "calibration"},
     {"clustered_head"},
     {"transformer", "mla", "gemma"},
     {"targets", "drafters"},
-    {"generate", "training", "corpus", "checkpoints", "joint"},
+    {"generate", "training", "corpus", "checkpoints", "joint"}
+    | {"feature_cache", "run_state"},
 ]
 LEVEL = {name: i for i, names in enumerate(LAYERS) for name in names}
 TOP = len(LAYERS)  # testing, bench, the command line: may import everything

@@ -6,7 +6,9 @@ import json
 import os
 import pathlib
 import sys
-from typing import Any
+import zipfile
+import zlib
+from typing import Any, Literal
 
 from tyro.conf import Positional
 
@@ -41,6 +43,7 @@ class Train:
     clusters_scored: int | None = None  # whose tokens a draft scores; None: 32
     init: pathlib.Path | None = None  # folder of a trained drafter to start from
     feature_cache: pathlib.Path | None = None  # folder; built once, read each epoch
+    feature_dtype: Literal["bfloat16", "int8"] = "bfloat16"  # of the numbers in it
     out: pathlib.Path | None = None  # folder; a run found there goes on
     json: pathlib.Path | None = None  # last metrics
     mesh: str = ""  # data=2,fsdp=4,tensor=1: all devices, split so; empty: one device
@@ -51,7 +54,7 @@ class Train:
     process_id: int | None = None
 
     def run(self) -> None:
-        from specjax import drafters, sharding, targets, training
+        from specjax import drafters, preemption, sharding, targets, training
 
         drafters.get(self.drafter)  # an unknown name says which are known
         common.check_writable(self.json)
@@ -65,12 +68,12 @@ class Train:
             if getattr(self, name) is not None
         }
         config = training.TrainConfig(remat=self.remat, **settings)
-        pretrained = targets.load(self.target)
-        pretrained = dataclasses.replace(
-            pretrained, params=sharding.place(pretrained.params, mesh)
-        )
-        with sharding.use(mesh):
-            self._train(pretrained, config, mesh)
+        with preemption.watch() as watch, sharding.use(mesh):
+            pretrained = targets.load(self.target)
+            pretrained = dataclasses.replace(
+                pretrained, params=sharding.place(pretrained.params, mesh)
+            )
+            self._train(pretrained, config, mesh, watch)
 
     def _mesh(self):
         """The mesh of the run, which this process has then joined; None: one device."""
@@ -85,7 +88,7 @@ class Train:
             return shape.make()
         return MeshShape(data=jax.device_count()).make() if self.coordinator else None
 
-    def _train(self, pretrained, config, mesh) -> None:
+    def _train(self, pretrained, config, mesh, watch) -> None:
         from specjax import distributed, feature_cache, training
         from specjax.drafters import base
 
@@ -109,7 +112,9 @@ class Train:
                 drafter.taps,
                 texts,
                 kv_layers=base.kv_layers(drafter),
+                dtype=self.feature_dtype,
             )
+        watch.waits = True
         with _TrainLog(out, config.steps) as log:
             params = training.train(
                 pretrained,
@@ -121,6 +126,7 @@ class Train:
                 cache=cache,
                 mesh=mesh,
                 log=log.write,
+                stop=watch,
             )
         about = {
             "target": pretrained.name,
@@ -258,13 +264,7 @@ class Train:
         kept = out / "texts.npz"
         source = json.dumps([[str(p) for p in self.data], *self._recipe()])
         if distributed.agree(kept.exists()):
-            stored = np.load(kept)
-            if str(stored["source"]) != source:
-                raise ValueError(
-                    f"{kept} was made from other data or settings "
-                    f"({stored['source']}); use a new --out folder."
-                )
-            return corpus.Texts(stored["tokens"], stored["mask"])
+            return _kept_texts(kept, source)
         import jax
 
         if not self.data:
@@ -313,6 +313,27 @@ def _quality(pretrained, drafter, params, held) -> dict[str, float]:
     return quality
 
 
+def _kept_texts(path: pathlib.Path, source: str):
+    """The texts that this run began with."""
+    import numpy as np
+
+    from specjax import corpus
+
+    try:
+        with path.open("rb") as raw, np.load(raw) as file:
+            stored = {name: file[name] for name in ("source", "tokens", "mask")}
+    except (ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(
+            f"{path} is damaged ({error}); delete it, it is made anew."
+        ) from None
+    if str(stored["source"]) != source:
+        raise ValueError(
+            f"{path} was made from other data or settings ({stored['source']}); use a "
+            "new --out folder."
+        )
+    return corpus.Texts(stored["tokens"], stored["mask"])
+
+
 def _reduced(drafter, texts, size: int):
     """The drafter with the most frequent ids of the tokens to learn as its own."""
     import numpy as np
@@ -325,6 +346,16 @@ def _reduced(drafter, texts, size: int):
     share = counts[ids].sum() / counts.sum()
     print(f"draft vocabulary of {size} ids: {share:.2%} of the tokens to learn")
     return dataclasses.replace(drafter, draft_ids=tuple(ids.tolist()))
+
+
+def _close(board) -> None:
+    """Closes a TensorBoard file; on a full disk it would fail again, aloud, at exit."""
+    try:
+        board.close()
+    except OSError:
+        writer = board.file_writer.event_writer
+        writer.add_event(object())  # ends its thread
+        writer.close = lambda: None
 
 
 class _TrainLog:
@@ -360,12 +391,14 @@ class _TrainLog:
     def __exit__(self, *error):
         self.progress.stop()
         if self.board:
-            self.board.close()
+            _close(self.board)
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        self.last = {"step": step} | values
+        begins, self.last = not self.last, {"step": step} | values
         if not self.writes:
             return
+        if begins:
+            self._forget(step)
         with self.path.open("a") as file:
             file.write(json.dumps(self.last) + "\n")
         if self.board:
@@ -378,6 +411,17 @@ class _TrainLog:
         self.progress.update(self.bar, completed=step, description=line)
         if not sys.stderr.isatty() and (step % 100 == 0 or step == self.steps):
             print(f"step {step}/{self.steps}: {line}", file=sys.stderr)
+
+    def _forget(self, step: int) -> None:
+        """Drops what a run that was killed wrote of this step and later ones."""
+        if self.path.exists():
+            kept = []
+            for line in self.path.read_text().splitlines(keepends=True):
+                with contextlib.suppress(json.JSONDecodeError):  # the last may be cut
+                    kept += [line] if json.loads(line)["step"] < step else []
+            beside = self.path.with_suffix(".partial")
+            beside.write_text("".join(kept))
+            os.replace(beside, self.path)
 
     def read(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.path.read_text().splitlines()]
