@@ -266,7 +266,9 @@ def mixture(
     hidden = activation(hidden[:, :F]) * hidden[:, F:]
     out = jax.lax.ragged_dot(hidden, down, sizes)
     weights = weights.reshape(-1)[order].astype(out.dtype)
-    return jnp.zeros_like(rows).at[source].add(out * weights[:, None])
+    return (
+        jnp.zeros_like(rows).at[source].add((out * weights[:, None]).astype(rows.dtype))
+    )
 
 
 _REMAT = contextvars.ContextVar("remat", default=False)
