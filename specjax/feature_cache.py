@@ -50,9 +50,9 @@ def features(target: Target, taps, params, tokens, mask, *, kv_layers=()) -> Bat
         cache = target.init_cache(B, max(T, 2), params["embed"].dtype)
     out = target(params, tokens, cache, taps=taps)
     of = lambda i: tuple(x[:, :, :T] for x in (out.cache.k[i], out.cache.v[i]))
-    return jax.lax.stop_gradient(
-        Batch(tokens, mask, out.features, out.hidden, tuple(map(of, kv_layers)))
-    )
+    states = map(sharding.constrain_batch, (out.features, out.hidden))
+    batch = Batch(tokens, mask, *states, tuple(map(of, kv_layers)))
+    return jax.lax.stop_gradient(batch)
 
 
 def quantise(x: Float[Array, "*B D"]) -> tuple[Int[Array, "*B D"], Float[Array, "*B"]]:

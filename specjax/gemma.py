@@ -38,6 +38,7 @@ from specjax.layers import (
     GatedMLP,
     Rope,
     attend,
+    attend_chain,
     dense,
     gelu,
     group_queries,
@@ -194,13 +195,18 @@ class Attention(nn.Module):
                 v = kv_cache.write(slots[1], v, block.start)
             slots = k, v
         assert slots is not None
+        shape = D, c.num_heads * E
+        project = lambda out: dense(out, self.param("out", normal, shape))
+        if block.mask is None:
+            where = block.query_positions, block.key_positions, self.window
+            return project(attend_chain(q, *slots, *where, c.query_scale)), slots
         mask = block.mask
         if self.window is not None:
             distance = block.query_positions[..., None] - block.key_positions[:, None]
             mask = mask & jnp.tile(distance < self.window, (1, G, 1))
         q = group_queries(q, K)
         out = ungroup_queries(attend(q, *slots, mask, scale=c.query_scale), T)
-        return dense(out, self.param("out", normal, (D, c.num_heads * E))), slots
+        return project(out), slots
 
 
 class Experts(nn.Module):

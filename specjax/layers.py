@@ -231,6 +231,48 @@ def attend(
     return (out / total).reshape(B, K, Q, E).astype(q.dtype)
 
 
+LONG = 2**25  # scores of a kv head that are held at once; of more queries a few a time
+
+
+def is_long(groups: int, length: int) -> bool:
+    """Whether the scores of a text with itself are too many to be held at once."""
+    return groups * length * length > LONG
+
+
+def attend_chain(
+    q: Float[Array, "B T H E"],
+    k: Float[Array, "B K S E"],
+    v: Float[Array, "B K S E"],
+    query_positions: Int[Array, "B T"],
+    key_positions: Int[Array, "B S"],
+    window: int | None = None,
+    scale: float | None = None,
+) -> Float[Array, "B T HE"]:
+    """`attend` of a long text to itself: a query sees the keys up to its position.
+
+    So many queries a time that their G T' S scores are at most `LONG`; neither the
+    scores nor a mask of the whole text exist, and a gradient computes them again. On a
+    mesh that splits the text (`sharding.rows`) each device goes through its own part.
+    """
+    (B, T, H, _), (K, S) = q.shape, k.shape[1:3]
+    G, R = H // K, sharding.sequence_ways(B, T)
+    most = max(1, LONG // (G * S))
+    t = next(n for n in range(min(T // R, most), 0, -1) if T // R % n == 0)
+
+    def some(q, at):
+        seen = key_positions[:, None] <= at[..., None]
+        if window is not None:
+            seen &= at[..., None] - key_positions[:, None] < window
+        mask = jnp.tile(seen, (1, G, 1))
+        out = attend(group_queries(q, K), k, v, mask, scale=scale)
+        return ungroup_queries(out, t)
+
+    split = lambda x: jnp.moveaxis(x.reshape(B, R, -1, t, *x.shape[2:]), 2, 0)
+    each = jax.checkpoint(jax.vmap(some, in_axes=1, out_axes=1))
+    out = jax.lax.map(lambda x: each(*x), (split(q), split(query_positions)))
+    return jnp.moveaxis(out, 0, 2).reshape(B, T, -1)
+
+
 def group_queries(q: Float[Array, "B T H E"], num_kv_heads: int) -> Array:
     """Lays the G query heads that share a kv head beside each other: [B K G*T E]."""
     return rearrange(q, "B T (K G) E -> B K (G T) E", K=num_kv_heads)

@@ -41,6 +41,7 @@ from specjax.layers import (
     RMSNorm,
     Rope,
     attend,
+    attend_chain,
     dense,
     group_queries,
     mixture,
@@ -146,7 +147,11 @@ class LatentAttention(nn.Module):
         inner = jnp.einsum("BTHE,HER->BTHR", q[..., :En], up[:, :En], **f32)
         q = jnp.concatenate([inner.astype(q.dtype), turn(q[..., En:])], axis=-1)
         q = q * (c.score_scale * k.shape[-1] ** 0.5)  # `attend` divides by the root
-        out = attend(group_queries(q, 1), k, k, block.mask)  # [B 1 HT R+Er]
+        if block.mask is None:
+            where = block.query_positions, block.key_positions
+            out = group_queries(attend_chain(q, k, k, *where).reshape(q.shape), 1)
+        else:
+            out = attend(group_queries(q, 1), k, k, block.mask)  # [B 1 HT R+Er]
         out = out.reshape(B, H, T, -1)[..., :R]
         out = jnp.einsum("BHTR,HER->BTHE", out, up[:, En:], **f32).astype(x.dtype)
         out = dense(out.reshape(B, T, H * Ev), self.param("out", normal, (D, H * Ev)))

@@ -44,6 +44,7 @@ class Job:
     tokens: float = 1e8  # of all texts
     epochs: int = 4
     remat: bool = False
+    fields: tuple[tuple[str, Any], ...] = ()  # of the drafter, beside its defaults
     serve_batch: int = 8  # rows that are served together
     context: int = 4096  # tokens of a row in the cache
     chip: roofline.Chip = roofline.CHIPS["v5p"]
@@ -100,7 +101,8 @@ class Plan:
         self.job, self.mesh = job, job.mesh.make(devices[: job.mesh.size])
         self.target = convert.target_of(job.config)
         mask = job.config.vocab_size - 1
-        self.drafter = drafters.get(job.drafter).for_target(job.config, mask)
+        make = drafters.get(job.drafter).for_target
+        self.drafter = make(job.config, mask, **dict(job.fields))
         if base.joint(self.drafter) is not None:
             raise ValueError(
                 f"{job.drafter} trains the target too; plans are of frozen targets."

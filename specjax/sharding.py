@@ -208,9 +208,33 @@ def place(tree: Params, mesh: Mesh | None) -> Params:
 
 
 def rows(mesh: Mesh, shape: Sequence[int]) -> NamedSharding:
-    """Of a batch [B ..]: rows over data and fsdp."""
-    axes = (ROWS, *[None] * (len(shape) - 1))
-    return NamedSharding(mesh, fit(axes, shape, mesh))
+    """Of a batch [B T ..]: rows over data and fsdp, or the tokens of too few rows."""
+    return NamedSharding(mesh, fit(_batch_axes(mesh, shape), shape, mesh))
+
+
+def _batch_axes(mesh: Mesh | AbstractMesh, shape: Sequence[int]) -> list[Axis]:
+    axes: list[Axis] = [None] * len(shape)
+    ways = math.prod(mesh.shape[name] for name in ROWS)
+    by_tokens = len(shape) > 1 and shape[0] % ways and shape[1] % ways == 0
+    axes[1 if by_tokens else 0] = ROWS
+    return axes
+
+
+def constrain_batch(x: Array) -> Array:
+    """Keeps a batch [B T ..] where `rows` puts it."""
+    if not in_use():
+        return x
+    mesh = jax.sharding.get_abstract_mesh()
+    return constrain(x, *_batch_axes(mesh, x.shape))
+
+
+def sequence_ways(batch_size: int, length: int) -> int:
+    """Parts that the mesh in use splits each text into: 1 unless rows are too few."""
+    if not in_use():
+        return 1
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = _batch_axes(mesh, (batch_size, length))
+    return math.prod(mesh.shape[name] for name in axes[1] or ())
 
 
 def load(
@@ -219,7 +243,10 @@ def load(
     """A batch [B ..] of which each process reads only its own rows, by slices."""
     if mesh is None:
         return jnp.asarray(read(slice(0, shape[0])))
-    part = lambda index: read(index[0])  # pyright: ignore[reportOptionalSubscript]
+
+    def part(index):
+        return read(index[0])[(slice(None), *index[1:])]
+
     return jax.make_array_from_callback(tuple(shape), rows(mesh, shape), part)
 
 

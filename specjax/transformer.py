@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import kv_cache
+from specjax import kv_cache, sharding
 from specjax.kernels.tree_attention import choose, tree_attention
 from specjax.kv_cache import KVCache
 from specjax.layers import (
@@ -28,8 +28,10 @@ from specjax.layers import (
     RMSNorm,
     Rope,
     attend,
+    attend_chain,
     dense,
     group_queries,
+    is_long,
     of_layers,
     rotary,
     rotate,
@@ -104,7 +106,9 @@ class Block(NamedTuple):
     sin: Float[Array, "B T E"]
     query_positions: Int[Array, "B T"]
     key_positions: Int[Array, "B S"]
-    mask: Bool[Array, "#B Q S"]  # repeated for the query heads of a kv head
+    # Repeated for the query heads of a kv head. None: a text so long that what a query
+    # sees is told by positions alone, a few queries a time.
+    mask: Bool[Array, "#B Q S"] | None
     start: Int[Array, "B"] | None  # slot of the first token; None = no cache
     # What the mask was made of, for a kernel that makes its own: committed slots, and
     # ancestors [B T M] and depths [B M] of the uncommitted ones.
@@ -182,6 +186,9 @@ class Attention(nn.Module):
                 return self.project(out.reshape(*out.shape[:2], -1)), slots
         else:
             slots = k, v
+        if block.mask is None:
+            where = block.query_positions, block.key_positions, self.window
+            return self.project(attend_chain(q, k, v, *where)), slots
         mask = block.mask
         if self.window is not None:
             distance = block.query_positions[..., None] - block.key_positions[:, None]
@@ -279,6 +286,7 @@ class Transformer(nn.Module):
 
     def run(self, x, cache, ancestors, depths, taps, behind: Any = 0) -> Output:
         """`__call__` for tokens that are already embedded, [B T D]."""
+        x = x if cache is not None else sharding.constrain_batch(x)
         block = locate(self.config, x.shape[:2], cache, ancestors, depths, behind)
         states, layers = [x], []
         for i, layer in enumerate(self.layer):
@@ -299,6 +307,11 @@ def locate(config, shape, cache, ancestors, depths, behind=0) -> Block:
     """Positions, angles and visibility of a pass."""
     B, T = shape
     groups = config.num_heads // config.num_kv_heads
+    if cache is None and ancestors is None and is_long(groups, T):
+        places = jnp.arange(T, dtype=jnp.int32) if depths is None else depths
+        places = jnp.broadcast_to(jnp.asarray(places), (B, T))
+        cos, sin = rotary(config.rope, places, config.head_width)
+        return Block(cos, sin, places, places, None, None)
     ancestors = np.tri(T, dtype=bool) if ancestors is None else ancestors
     ancestors = jnp.asarray(ancestors)
     ancestors = ancestors if ancestors.ndim == 3 else ancestors[None]

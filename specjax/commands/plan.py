@@ -23,6 +23,7 @@ class Plan:
     tokens: float = 1e8  # of all texts
     epochs: int = 4
     remat: bool = False
+    field: tuple[str, ...] = ()  # of the drafter as name=value, such as segments=16
     serve_batch: int = 8  # rows that are served together
     context: int = 4096  # tokens of a row in the cache
     disk: float = 2e9  # bytes a second that features are read with
@@ -41,7 +42,8 @@ class Plan:
         from specjax.sharding import MeshShape
 
         common.check_writable(self.json)
-        drafters.get(self.drafter)
+        fields = common.parse_fields(self.field)
+        common.check_fields(self.drafter, drafters.get(self.drafter), fields)
         if self.chip not in roofline.CHIPS:
             raise ValueError(
                 f"unknown chip {self.chip!r}; known: {', '.join(roofline.CHIPS)}."
@@ -64,6 +66,7 @@ class Plan:
             tokens=self.tokens,
             epochs=self.epochs,
             remat=self.remat,
+            fields=tuple(fields.items()),
             serve_batch=self.serve_batch,
             context=self.context,
             chip=roofline.CHIPS[self.chip],
