@@ -37,8 +37,9 @@ from specjax.kv_cache import KVCache
 from specjax.layers import (
     GatedMLP,
     Rope,
+    Sees,
     attend,
-    attend_chain,
+    attend_long,
     dense,
     gelu,
     group_queries,
@@ -197,9 +198,10 @@ class Attention(nn.Module):
         assert slots is not None
         shape = D, c.num_heads * E
         project = lambda out: dense(out, self.param("out", normal, shape))
-        if block.mask is None:
-            where = block.query_positions, block.key_positions, self.window
-            return project(attend_chain(q, *slots, *where, c.query_scale)), slots
+        if isinstance(block.mask, Sees):
+            where = (block.query_positions, block.key_positions), self.window
+            out = attend_long(q, *slots, block.mask, *where, c.query_scale)
+            return project(out), slots
         mask = block.mask
         if self.window is not None:
             distance = block.query_positions[..., None] - block.key_positions[:, None]

@@ -20,6 +20,7 @@ import numpy as np
 from einops import rearrange
 
 from specjax import sharding
+from specjax.pytree import pytree, static
 from specjax.typing import Array, Bool, Float, Int
 
 
@@ -239,37 +240,55 @@ def is_long(groups: int, length: int) -> bool:
     return groups * length * length > LONG
 
 
-def attend_chain(
+@pytree
+class Sees:
+    """What a query sees of the keys, told by numbers of both: no [Q S] mask exists.
+
+    `see` takes arrays [.. Q] and [.. S] of `query` and `key` and returns [.. Q S].
+    """
+
+    query: tuple[Int[Array, "B Q"], ...]
+    key: tuple[Int[Array, "B S"], ...]
+    see: Callable[..., Array] = static()
+
+
+def earlier(query: tuple[Array], key: tuple[Array]) -> Bool[Array, "*B Q S"]:
+    """Keys up to a query's position."""
+    return key[0][..., None, :] <= query[0][..., :, None]
+
+
+def attend_long(
     q: Float[Array, "B T H E"],
     k: Float[Array, "B K S E"],
     v: Float[Array, "B K S E"],
-    query_positions: Int[Array, "B T"],
-    key_positions: Int[Array, "B S"],
+    sees: Sees,
+    places: tuple[Int[Array, "B T"], Int[Array, "B S"]],
     window: int | None = None,
     scale: float | None = None,
 ) -> Float[Array, "B T HE"]:
-    """`attend` of a long text to itself: a query sees the keys up to its position.
+    """`attend`, so many queries a time that their G T' S scores are at most `LONG`.
 
-    So many queries a time that their G T' S scores are at most `LONG`; neither the
-    scores nor a mask of the whole text exist, and a gradient computes them again. On a
-    mesh that splits the text (`sharding.rows`) each device goes through its own part.
+    Neither the scores nor a mask of the whole text exist, and a gradient computes them
+    again. `places` are positions of queries and keys, for the window. On a mesh that
+    splits the text (`sharding.rows`) each device goes through its own part.
     """
     (B, T, H, _), (K, S) = q.shape, k.shape[1:3]
     G, R = H // K, sharding.sequence_ways(B, T)
     most = max(1, LONG // (G * S))
     t = next(n for n in range(min(T // R, most), 0, -1) if T // R % n == 0)
 
-    def some(q, at):
-        seen = key_positions[:, None] <= at[..., None]
+    def some(q, at, query):
+        seen = sees.see(query, sees.key)
         if window is not None:
-            seen &= at[..., None] - key_positions[:, None] < window
+            seen &= at[..., None] - places[1][:, None] < window
         mask = jnp.tile(seen, (1, G, 1))
         out = attend(group_queries(q, K), k, v, mask, scale=scale)
         return ungroup_queries(out, t)
 
     split = lambda x: jnp.moveaxis(x.reshape(B, R, -1, t, *x.shape[2:]), 2, 0)
     each = jax.checkpoint(jax.vmap(some, in_axes=1, out_axes=1))
-    out = jax.lax.map(lambda x: each(*x), (split(q), split(query_positions)))
+    parts = jax.tree.map(split, (q, places[0], sees.query))
+    out = jax.lax.map(lambda x: each(*x), parts)
     return jnp.moveaxis(out, 0, 2).reshape(B, T, -1)
 
 

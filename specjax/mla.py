@@ -40,8 +40,9 @@ from specjax.layers import (
     GatedMLP,
     RMSNorm,
     Rope,
+    Sees,
     attend,
-    attend_chain,
+    attend_long,
     dense,
     group_queries,
     mixture,
@@ -147,9 +148,10 @@ class LatentAttention(nn.Module):
         inner = jnp.einsum("BTHE,HER->BTHR", q[..., :En], up[:, :En], **f32)
         q = jnp.concatenate([inner.astype(q.dtype), turn(q[..., En:])], axis=-1)
         q = q * (c.score_scale * k.shape[-1] ** 0.5)  # `attend` divides by the root
-        if block.mask is None:
-            where = block.query_positions, block.key_positions
-            out = group_queries(attend_chain(q, k, k, *where).reshape(q.shape), 1)
+        if isinstance(block.mask, Sees):
+            places = block.query_positions, block.key_positions
+            out = attend_long(q, k, k, block.mask, places).reshape(q.shape)
+            out = group_queries(out, 1)
         else:
             out = attend(group_queries(q, 1), k, k, block.mask)  # [B 1 HT R+Er]
         out = out.reshape(B, H, T, -1)[..., :R]

@@ -27,9 +27,11 @@ from specjax.layers import (
     GatedMLP,
     RMSNorm,
     Rope,
+    Sees,
     attend,
-    attend_chain,
+    attend_long,
     dense,
+    earlier,
     group_queries,
     is_long,
     of_layers,
@@ -106,9 +108,8 @@ class Block(NamedTuple):
     sin: Float[Array, "B T E"]
     query_positions: Int[Array, "B T"]
     key_positions: Int[Array, "B S"]
-    # Repeated for the query heads of a kv head. None: a text so long that what a query
-    # sees is told by positions alone, a few queries a time.
-    mask: Bool[Array, "#B Q S"] | None
+    # Repeated for the query heads of a kv head; of long texts how to make it.
+    mask: Bool[Array, "#B Q S"] | Sees
     start: Int[Array, "B"] | None  # slot of the first token; None = no cache
     # What the mask was made of, for a kernel that makes its own: committed slots, and
     # ancestors [B T M] and depths [B M] of the uncommitted ones.
@@ -186,9 +187,10 @@ class Attention(nn.Module):
                 return self.project(out.reshape(*out.shape[:2], -1)), slots
         else:
             slots = k, v
-        if block.mask is None:
-            where = block.query_positions, block.key_positions, self.window
-            return self.project(attend_chain(q, k, v, *where)), slots
+        if isinstance(block.mask, Sees):
+            places = block.query_positions, block.key_positions
+            out = attend_long(q, k, v, block.mask, places, self.window)
+            return self.project(out), slots
         mask = block.mask
         if self.window is not None:
             distance = block.query_positions[..., None] - block.key_positions[:, None]
@@ -304,14 +306,16 @@ class Transformer(nn.Module):
 
 
 def locate(config, shape, cache, ancestors, depths, behind=0) -> Block:
-    """Positions, angles and visibility of a pass."""
+    """Positions, angles and visibility of a pass; `ancestors` may be a `Sees`."""
     B, T = shape
     groups = config.num_heads // config.num_kv_heads
     if cache is None and ancestors is None and is_long(groups, T):
         places = jnp.arange(T, dtype=jnp.int32) if depths is None else depths
         places = jnp.broadcast_to(jnp.asarray(places), (B, T))
-        cos, sin = rotary(config.rope, places, config.head_width)
-        return Block(cos, sin, places, places, None, None)
+        ancestors, depths = Sees((places,), (places,), earlier), places
+    if isinstance(ancestors, Sees):
+        cos, sin = rotary(config.rope, depths, config.head_width)
+        return Block(cos, sin, depths, depths, ancestors, None)
     ancestors = np.tri(T, dtype=bool) if ancestors is None else ancestors
     ancestors = jnp.asarray(ancestors)
     ancestors = ancestors if ancestors.ndim == 3 else ancestors[None]

@@ -8,6 +8,7 @@ import test_deepseek
 import test_gemma
 
 from specjax import feature_cache, layers, sharding, testing
+from specjax.drafters import p_eagle
 from specjax.scanned import Scanned
 from specjax.sharding import MeshShape
 
@@ -73,3 +74,21 @@ def test_one_text_is_split_by_its_tokens(monkeypatch):
     # Keys and values of the whole text are gathered, scores never are.
     text = program.as_text()
     assert not [x for x in text.splitlines() if "all-gather" in x and ",72,72]" in x]
+
+
+@pytest.mark.parametrize("mesh", [None, MeshShape(data=2, fsdp=2, tensor=2)])
+def test_segments_of_one_long_text_have_the_gradient_of_a_short_one(mesh, monkeypatch):
+    target, params = testing.tiny_target()
+    drafter, weights = testing.tiny_drafter("p_eagle", target, params, segments=3)
+    shared, mask = target.shared(params), jnp.ones(TOKENS.shape, bool)
+    batch = feature_cache.features(target, drafter.taps, params, TOKENS, mask)
+    loss = lambda w: drafter.loss(w, shared, batch, jax.random.key(1))[0]
+    value, slope = jax.jit(jax.value_and_grad(loss))(weights)
+    monkeypatch.setattr(layers, "LONG", 1000)
+    monkeypatch.setattr(p_eagle, "TABLE", 0)
+    mesh = mesh and mesh.make()
+    with sharding.use(mesh):
+        found, few = jax.jit(jax.value_and_grad(loss))(sharding.place(weights, mesh))
+    assert float(found) == pytest.approx(float(value), rel=1e-4)
+    for a, b in zip(jax.tree.leaves(few), jax.tree.leaves(slope), strict=True):
+        np.testing.assert_allclose(np.asarray(a), b, atol=1e-3)

@@ -50,13 +50,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import draft_tree, kv_cache
+from specjax import draft_tree, kv_cache, sharding
 from specjax.drafters import base, eagle3, parallel, recurrent
 from specjax.drafters.base import Batch, Card
 from specjax.drafters.parallel import IDLE, Rows
 from specjax.drafters.recurrent import State
 from specjax.kv_cache import KVCache
-from specjax.layers import dense, of_layers
+from specjax.layers import Sees, dense, is_long, of_layers
 from specjax.transformer import Layer, Shared, TransformerConfig, locate
 from specjax.tree import DynamicTree, Tree
 from specjax.typing import Array, Bool, Float, Int, Params, PRNGKey
@@ -254,12 +254,20 @@ class PEagle:
         number = rows.anchor * self.blocks + rows.depth
         return jnp.where(rows.real, number, T * self.blocks)
 
+    def sees(self, rows: Rows) -> Bool[Array, "B R R"] | Sees:
+        """Which of the rows sees which; of very many how to tell."""
+        c, of = self.config, (rows.anchor, rows.depth)
+        if is_long(c.num_heads // c.num_kv_heads, rows.anchor.shape[1]):
+            return Sees(of, of, parallel.visible)
+        return parallel.visible(of, of)
+
     def states(self, params, batch: Batch, rows: Rows, sees) -> Array:
-        """What U reads at rows of the flattened texts [B R D]; `sees` is [B R R]."""
+        """What U reads at rows of the flattened texts [B R D]; see `sees`."""
         is_mask = rows.depth > 0
         tokens = rows.read(batch.tokens, rows.anchor + 1)  # at the end of a text: none
         tokens = jnp.where(is_mask, jnp.int32(self.mask_token_id), tokens)
-        features = rows.read(batch.features, rows.anchor)
+        tokens = sharding.constrain_batch(tokens)
+        features = sharding.constrain_batch(rows.read(batch.features, rows.anchor))
         shape = rows.anchor.shape
         block = locate(self.config, shape, None, sees, rows.position)
         args = tokens, features, is_mask, block, [None] * self.config.num_layers
@@ -273,8 +281,7 @@ class PEagle:
         frozen = jax.lax.stop_gradient(params)
 
         def logits(rows, where):
-            sees = parallel.visible(rows, rows)
-            x = self.states(frozen, batch, rows, sees)[:, where]
+            x = self.states(frozen, batch, rows, self.sees(rows))[:, where]
             return self.logits(frozen, shared, x)
 
         logs = parallel.judge(logits, shared, batch, self.tree.depth, offset=1)
@@ -284,9 +291,11 @@ class PEagle:
         """The sum of eq. 5, segment by segment."""
         T, R, S = batch.tokens.shape[1], rows.anchor.shape[1], self.segments
         lead = 0 if S == 1 else max(self.blocks - 2, 0)  # of a chain that is cut
-        own_text, own_masks = -(-T // S), -(-(R - T) // S)
-        # Of long texts the table would outgrow what segments save.
-        small = T * self.blocks <= 4096
+        # On a mesh that splits texts by tokens each part of a segment divides evenly.
+        ways = sharding.sequence_ways(*batch.tokens.shape)
+        share = lambda n: -(-n // ways) * ways
+        lead, own_text, own_masks = map(share, (lead, -(-T // S), -(-(R - T) // S)))
+        small = T * self.blocks <= TABLE
         table = jnp.asarray(mask_table(T if small else 1, self.blocks))
 
         def segment(params, s):
@@ -301,7 +310,7 @@ class PEagle:
             if small:
                 sees = table[number[:, :, None], number[:, None, :]]
             else:
-                sees = parallel.visible(some, some)
+                sees = self.sees(some)
             x = self.states(params, batch, some, sees)
 
             text = s * own_text + jnp.arange(own_text)
@@ -309,10 +318,11 @@ class PEagle:
                 [jnp.minimum(text, T - 1), T + lead + jnp.arange(own_masks)]
             )
             mine = Rows(some.anchor[:, own], some.depth[:, own])
+            x = sharding.constrain_batch(x[:, own])
             place = mine.position + 1
             wanted = mine.read(batch.mask, place)
             wanted &= jnp.pad(text < T, (0, own_masks), constant_values=True)[None]
-            logits = self.logits(params, shared, x[:, own])
+            logits = self.logits(params, shared, x)
             p = jax.nn.softmax(shared.logits(mine.read(batch.hidden, place)), axis=-1)
             ce = base.soft_cross_entropy(logits, p)
             return jnp.sum(jnp.where(wanted, ce, 0.0))
@@ -323,6 +333,9 @@ class PEagle:
         one = jax.checkpoint(segment)
         step = lambda total, s: (total + one(params, s), None)
         return jax.lax.scan(step, jnp.float32(0), jnp.arange(S, dtype=jnp.int32))[0]
+
+
+TABLE = 4096  # places: a table of more would outgrow what segments save
 
 
 @functools.lru_cache(maxsize=4)

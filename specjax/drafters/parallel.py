@@ -127,7 +127,8 @@ def judge(
     (a, d) drafts the token at a + d + 1 + offset.
     """
     B, T = batch.tokens.shape
-    some, d = np.arange(0, T, base.THIN), np.arange(depth)
+    thin = max(base.THIN, T // 512)  # the logits of at most 512 anchors are held
+    some, d = np.arange(0, T, thin), np.arange(depth)
     masks = np.stack(np.broadcast_arrays(some[:, None], d[1:]), axis=-1).reshape(-1, 2)
     text = np.stack([np.arange(T), np.zeros(T, int)], axis=-1)
     rows = np.concatenate([text, masks]).astype(np.int32)
