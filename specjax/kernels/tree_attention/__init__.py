@@ -21,6 +21,7 @@ import functools
 import jax
 
 from specjax import sharding
+from specjax.kernels import mosaic
 from specjax.kernels.tree_attention import gpu, reference, tpu
 from specjax.typing import Array, Bool, Float, Int
 
@@ -41,7 +42,7 @@ def choose(
         return "reference"
     if jax.default_backend() == "tpu" and tpu.refusal(q, k, v) is None:
         return "pallas_tpu"
-    if gpu.on_hopper() and gpu.refusal(q, k, v) is None:
+    if mosaic.on_hopper() and gpu.refusal(q, k, v) is None:
         return "mosaic_gpu"
     return "reference"
 
