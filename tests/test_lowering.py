@@ -7,6 +7,8 @@ chips' own compilers say is in `benchmarks/compile_kernels.py`.
 
 import dataclasses
 import functools
+import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -143,3 +145,12 @@ def test_prefill_and_rounds_of_more_drafters_lower(attention, drafter, sampling)
 @pytest.mark.parametrize("drafter", ["chain", "tree"])
 def test_prefill_and_rounds_in_float32_lower_for_tpus(drafter):
     check_steps("pallas_tpu", "tpu", drafter, dtype="float32")
+
+
+def test_the_chips_own_compilers_took_all_when_last_asked():
+    result = Path(__file__).parents[1] / "benchmarks" / "compile_kernels.json"
+    made = json.loads(result.read_text())
+    rows = [row for platform in made.values() for row in platform["rows"]]
+    chips = {row["chip"] for row in rows}
+    assert chips == {"TPU v5e", "TPU v5p", "TPU v6e", "TPU 7x", "NVIDIA H200"}
+    assert [row for row in rows if row["result"] != "compiled"] == []
