@@ -14,6 +14,7 @@ with a softmax over all pages.
 
 import jax
 
+from specjax import sharding
 from specjax.kernels import mosaic
 from specjax.kernels.clustered_head import gpu, reference, tpu
 from specjax.typing import Array, Float, Int
@@ -28,8 +29,8 @@ def choose(
     """The implementation that None stands for on this machine."""
     if implementation is not None:
         return implementation
-    is_split = not jax.sharding.get_abstract_mesh().empty  # XLA would gather the table
-    if z.shape[0] > STATES or is_split:
+    # Of a table that is split over a mesh XLA would gather the whole for a kernel.
+    if z.shape[0] > STATES or sharding.in_use():
         return "reference"
     if jax.default_backend() == "tpu" and tpu.in_place(clusters):
         return "pallas_tpu"
