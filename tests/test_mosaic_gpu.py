@@ -3,6 +3,8 @@
 It came with jax 0.11. Nothing here has run on a GPU.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,10 +12,12 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from tree_inputs import by_hand, inputs
 
+from specjax import kv_cache, testing
 from specjax.kernels import clustered_head, mosaic
 from specjax.kernels.clustered_head import shapes as head_shapes
 from specjax.kernels.tree_attention import choose, gpu, shapes, tree_attention
 from specjax.kernels.tree_attention.shapes import Shape
+from specjax.tree import Tree
 
 interpreted = pytest.mark.skipif(
     not hasattr(plgpu, "InterpretGPUParams"), reason="interpreted from jax 0.11 on"
@@ -165,3 +169,24 @@ def test_none_chooses_the_kernel_on_hopper_alone(monkeypatch, capability, runs):
     if not runs:
         with pytest.raises(ValueError, match=r"capability 9 .* has 8\.0"):
             tree_attention(*args, implementation="mosaic_gpu")
+
+
+@interpreted
+def test_a_target_runs_the_kernel_that_it_names():
+    """A window in one layer, rows of 9 and 5 tokens, a tree of 4."""
+    fields = {"num_heads": 2, "num_kv_heads": 1, "head_width": 64}
+    target, params = testing.tiny_target(num_layers=2, windows=(None, 6), **fields)
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    text = np.random.default_rng(0).integers(0, 24, (2, 9))
+    cache = target.init_cache(2, 64, jnp.bfloat16)
+    cache = jax.jit(target)(params, jnp.asarray(text, jnp.int32), cache).cache
+    cache = kv_cache.commit(cache, None, jnp.asarray([9, 5], jnp.int32))
+    tree = Tree((-1, 0, 0, 1))
+    nodes = jnp.asarray([[1, 2, 3, 4], [5, 6, 7, 8]], jnp.int32)
+    shape = {"ancestors": tree.ancestors, "depths": tree.depths}
+    run = lambda t: jax.jit(lambda p, c: t(p, nodes, c, **shape).hidden)(params, cache)
+    right = run(target)
+    with plgpu.force_gpu_interpret_mode():
+        ours = run(dataclasses.replace(target, attention="mosaic_gpu"))
+    apart = np.abs(np.asarray(ours, np.float32) - np.asarray(right, np.float32))
+    assert apart.max() < 0.1 and apart.mean() < 0.01  # of states of deviation 1
