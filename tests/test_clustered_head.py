@@ -201,7 +201,7 @@ def test_scores_pass_no_gradient_on(implementation):
     ("rows", "implementation", "says"),
     [
         (5000, "pallas_tpu", "clusters of 4194304 bytes, got 5000 rows of width 512"),
-        (8, "mosaic_gpu", "unknown implementation 'mosaic_gpu'; known: reference"),
+        (8, "triton", "unknown implementation 'triton'; known: reference"),
     ],
 )
 def test_what_a_kernel_does_not_take_is_refused(rows, implementation, says):

@@ -6,19 +6,21 @@ the clusters are, and the law of their tokens, is in `specjax.clustered_head`.
 
     reference   a gather and a product in plain JAX; on a CPU a cluster at a time
     pallas_tpu  Mosaic for TPU: rows go from the table to the product once
+    mosaic_gpu  Mosaic GPU for Hopper: the same; not in float32
 
-On GPUs the reference is used: it moves the chosen rows three times, which are a few
-percent of the table. Neither JAX nor tokamax 0.0.17 has such a product; their paged
-attention is the nearest, with a softmax over all pages.
+Neither JAX nor tokamax 0.0.17 has such a product; their paged attention is the nearest,
+with a softmax over all pages.
 """
 
 import jax
 
-from specjax.kernels.clustered_head import reference, tpu
+from specjax import sharding
+from specjax.kernels import mosaic
+from specjax.kernels.clustered_head import gpu, reference, tpu
 from specjax.typing import Array, Float, Int
 
 STATES = 64  # of more states the clusters cover most of a table: left to XLA
-KERNELS = {"pallas_tpu": tpu.token_scores}
+KERNELS = {"pallas_tpu": tpu.token_scores, "mosaic_gpu": gpu.token_scores}
 
 
 def choose(
@@ -27,10 +29,14 @@ def choose(
     """The implementation that None stands for on this machine."""
     if implementation is not None:
         return implementation
-    fits = z.shape[0] <= STATES and tpu.refusal(clusters) is None
-    whole = jax.sharding.get_abstract_mesh().empty  # or XLA would gather the table
-    here = jax.default_backend() == "tpu" and whole
-    return "pallas_tpu" if here and fits else "reference"
+    # Of a table that is split over a mesh XLA would gather the whole for a kernel.
+    if z.shape[0] > STATES or sharding.in_use():
+        return "reference"
+    if jax.default_backend() == "tpu" and tpu.in_place(clusters):
+        return "pallas_tpu"
+    if mosaic.on_hopper() and gpu.refusal(clusters) is None:
+        return "mosaic_gpu"
+    return "reference"
 
 
 def token_scores(

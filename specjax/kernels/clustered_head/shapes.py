@@ -23,5 +23,5 @@ SMALL = {
 LARGE = {
     "gemma 4 e2b": Shape(1, 2048, 128, 256, 32),
     "gemma 4 e2b, 16 states": Shape(16, 2048, 128, 256, 32),
-    "llama 3, 501 rows": Shape(8, 256, 501, 4096, 16),
+    "llama 3": Shape(8, 1002, 128, 4096, 32),
 }

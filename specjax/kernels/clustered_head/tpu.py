@@ -38,6 +38,12 @@ def refusal(clusters) -> str | None:
     return f"clusters of {FAST // 2} bytes, got {R} rows of width {D}"
 
 
+def in_place(clusters) -> bool:
+    """Whether the kernel takes the table as it lies; XLA copies the whole otherwise."""
+    tiled = clusters.shape[1] % 8 == 0 and clusters.shape[2] % 128 == 0
+    return tiled and refusal(clusters) is None
+
+
 def kernel(best, z, *refs):
     """Rows of P clusters times one state."""
     del best  # read by the index maps

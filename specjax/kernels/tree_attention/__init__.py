@@ -21,6 +21,7 @@ import functools
 import jax
 
 from specjax import sharding
+from specjax.kernels import mosaic
 from specjax.kernels.tree_attention import gpu, reference, tpu
 from specjax.typing import Array, Bool, Float, Int
 
@@ -41,7 +42,7 @@ def choose(
         return "reference"
     if jax.default_backend() == "tpu" and tpu.refusal(q, k, v) is None:
         return "pallas_tpu"
-    if gpu.on_hopper() and gpu.refusal(q, k, v) is None:
+    if mosaic.on_hopper() and gpu.refusal(q, k, v) is None:
         return "mosaic_gpu"
     return "reference"
 
@@ -93,9 +94,10 @@ def _on_mesh(kernel, q, k, v, *nodes):
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return kernel(q, k, v, *nodes)
-    rows, heads, *_ = sharding.fit(sharding.row_axes(k, k.shape[0]), k.shape, mesh)
+    cache = sharding.fit(sharding.row_axes(k, k.shape[0]), k.shape, mesh)
+    rows, heads = (*cache, None, None)[:2]
     spec = jax.sharding.PartitionSpec
-    queries, cache = spec(rows, None, heads), spec(rows, heads)
+    queries = spec(rows, None, heads)
     return jax.shard_map(
         kernel,
         in_specs=(queries, cache, cache, *(spec(rows) for _ in nodes)),

@@ -30,6 +30,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from specjax.kernels import mosaic
 from specjax.typing import Array, Bool, Int
 
 BLOCK = 64  # slots of a step; a cache must be a multiple of it
@@ -50,15 +51,6 @@ def refusal(q, k, v) -> str | None:
     if any(width % 64 or not 64 <= width <= 256 for width in widths):
         return f"heads of width 64, 128, 192 or 256, got {widths[0]} and {widths[1]}"
     return None
-
-
-def on_hopper() -> bool:
-    """Whether this process computes on a chip that the kernel is compiled for."""
-    return jax.default_backend() == "gpu" and _capability().startswith("9.")
-
-
-def _capability() -> str:
-    return getattr(jax.devices()[0], "compute_capability", "unknown")
 
 
 def read(ref, layout) -> Array:
@@ -227,16 +219,7 @@ def tree_attention(
     interpret: bool = False,
 ) -> Array:
     """See the package."""
-    refused = refusal(q, k, v)
-    if refused:
-        raise ValueError(
-            f"the GPU kernel takes {refused}. Use implementation='reference'."
-        )
-    if jax.default_backend() == "gpu" and not (interpret or on_hopper()):
-        raise ValueError(
-            "the GPU kernel is for chips of compute capability 9 (H100, H200), this "
-            f"one has {_capability()}. Use implementation='reference'."
-        )
+    mosaic.check("tree attention", refusal(q, k, v), interpret)
     (B, N, H, E), (_, K, S, _), Ev = q.shape, k.shape, v.shape[-1]
     G = H // K
     groups = min(2 if max(E, Ev) <= 128 else 1, -(-G * N // ROWS))
@@ -260,8 +243,7 @@ def tree_attention(
     stages = min((SHARED - groups * ROWS * (E + BLOCK) * size) // stage, 8)
     programs = B * K * R // (ROWS * groups)
     splits = max(min(PROGRAMS // programs, S // (4 * BLOCK)), 1)
-    swizzled = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
-    shared = lambda *shape: plgpu.SMEM(shape, q.dtype, transforms=swizzled)
+    shared = lambda *shape: plgpu.SMEM(shape, q.dtype, transforms=mosaic.SWIZZLED)
     sums = jax.ShapeDtypeStruct((B, splits, K, R), jnp.float32)
     out, top, total = plgpu.kernel(
         functools.partial(
@@ -294,21 +276,10 @@ def tree_attention(
         num_threads=groups + 1,
         thread_name="group",
         kernel_name="tree_attention",
-        **({"interpret": interpreter()} if interpret else {}),
+        **({"interpret": mosaic.interpreter()} if interpret else {}),
     )(grouped, k, v, split_text(length, first, splits), places, own)
     share = jnp.exp2(top - jnp.max(top, axis=1, keepdims=True))
     total = jnp.sum(share * total, axis=1)[..., None]
     out = jnp.sum(share[..., None] * out, axis=1) / jnp.where(total > 0, total, 1.0)
     out = out[:, :, : G * N].astype(q.dtype)
     return rearrange(out, "B K (G N) E -> B N (K G) E", G=G)
-
-
-def interpreter():
-    """What makes a kernel run as plain operations."""
-    params = getattr(plgpu, "InterpretGPUParams", None)
-    if params is None:
-        raise NotImplementedError(
-            f"jax {jax.__version__} does not interpret Mosaic GPU kernels; jax 0.11 "
-            "(Python 3.12) and later do."
-        )
-    return params()

@@ -7,6 +7,8 @@ sees, past the nodes or before the window, are not fetched: their index is that 
 block before.
 
 Bytes moved: B K (length + M) (E + E_v) of the cache's dtype, once, up to whole blocks.
+A cache of a width that is no multiple of 128 lies otherwise outside a program: XLA
+copies it when one begins and ends, and not between rounds (compiled for v5p).
 Which uncommitted slots a query sees comes as bits, 32 slots a word, that a shift picks:
 neither a gather nor a mask of [N S] is needed. Within 1e-5 of the reference in float32;
 in bfloat16 the weights are rounded to it before the second product, as the products of
