@@ -87,13 +87,19 @@ class FeatureCache:
     row: np.dtype  # fields of a text
     shard_texts: int
 
-    def rows(self, index: np.ndarray) -> np.ndarray:
-        """The stored fields of these texts, [X] of `row`; each shard is opened once."""
-        shards, found = index // self.shard_texts, np.empty(len(index), self.row)
-        for shard in np.unique(shards):
-            mine = shards == shard
+    @property
+    def dtype(self) -> Dtype:
+        return "bfloat16" if self.row["hidden"].base == np.uint16 else "int8"
+
+    def rows(self, index: np.ndarray) -> dict[str, np.ndarray]:
+        """The stored fields of these texts, [X ..] each; a shard is opened once."""
+        kinds = {name: self.row[name] for name in self.row.names or ()}
+        found = {n: np.empty((len(index), *k.shape), k.base) for n, k in kinds.items()}
+        for shard in np.unique(index // self.shard_texts):
             stored = np.load(_path(self.folder, int(shard)), mmap_mode="r")
-            found[mine] = stored[index[mine] % self.shard_texts]
+            for place in np.flatnonzero(index // self.shard_texts == shard):
+                for name, array in found.items():
+                    array[place] = stored[name][index[place] % self.shard_texts]
         return found
 
     def batch(self, texts: Texts, index: np.ndarray, mesh: Mesh | None = None) -> Batch:
@@ -119,9 +125,9 @@ class FeatureCache:
         )
 
 
-def _wide(rows: np.ndarray, name: str) -> np.ndarray:
+def _wide(rows: dict[str, np.ndarray], name: str) -> np.ndarray:
     """A field in float32."""
-    stored = np.ascontiguousarray(rows[name])
+    stored = rows[name]
     if stored.dtype == np.uint16:
         return stored.view(ml_dtypes.bfloat16).astype(np.float32)
     scale = rows[f"{name}_scale"]  # one for each D numbers in turn

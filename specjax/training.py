@@ -142,6 +142,7 @@ def train(
         if folder is not None:
             about = run_state.describe(pretrained, drafter, texts, config, weights)
             about["weights"] = sharding.fingerprint(target)
+            about["features"] = cache.dtype if cache else "on the fly"
             keeper = run_state.Checkpoints(pathlib.Path(folder) / "checkpoints", about)
             stack.callback(keeper.close)
             first, weights, state = keeper.restore(weights, state)

@@ -22,6 +22,7 @@ import pytest
 from toy_run import CONFIG, DRAFTER, TEXTS, Log, make_target, make_texts, same
 
 from specjax import preemption, run_state, sharding
+from specjax.feature_cache import cache_features
 from specjax.run_state import Checkpoints
 from specjax.sharding import MeshShape
 from specjax.training import train
@@ -155,13 +156,15 @@ def test_a_damaged_checkpoint_says_what_to_delete(
     assert list(log) == [10]
 
 
-@pytest.mark.parametrize("changed", ["config", "texts", "fields", "target"])
+@pytest.mark.parametrize("changed", ["config", "texts", "fields", "target", "features"])
 def test_other_settings_are_refused_by_their_name(
     pretrained, straight, tmp_path, changed
 ):
+    taps, folder = DRAFTER.taps, tmp_path / "c"
     arguments = (
         dict(pretrained=pretrained, drafter=DRAFTER, texts=TEXTS, config=CONFIG)
         | {
+            "features": dict(cache=cache_features(folder, pretrained, taps, TEXTS)),
             "config": dict(config=dataclasses.replace(CONFIG, learning_rate=1e-4)),
             "texts": dict(texts=make_texts(seed=1)),
             "fields": dict(drafter=dataclasses.replace(DRAFTER, decay=0.5)),
