@@ -38,6 +38,8 @@ def start(
             f"--coordinator {coordinator} needs --num-processes and --process-id; "
             "--coordinator auto asks the cluster for all three."
         )
+    if num_processes < 1:
+        raise ValueError(f"--num-processes must be >= 1, got {num_processes}.")
     if not 0 <= process_id < num_processes:
         raise ValueError(
             f"--process-id {process_id} is not one of 0 to {num_processes - 1}."

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import pathlib
 import time
 from collections.abc import Callable
@@ -53,8 +54,10 @@ class TrainConfig:
                 raise ValueError(
                     f"training needs {name} >= 1, got {getattr(self, name)}."
                 )
-        if not self.learning_rate > 0:
-            raise ValueError(f"learning_rate must be > 0, got {self.learning_rate}.")
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(
+                f"learning_rate must be > 0 and finite, got {self.learning_rate}."
+            )
 
     def schedule(self) -> optax.Schedule:
         return optax.warmup_cosine_decay_schedule(

@@ -91,6 +91,7 @@ def test_two_processes_train_what_one_does(tmp_path):
         ((None, 2, None), "belong to --coordinator"),
         (("host:1", 2, None), "needs --num-processes and --process-id"),
         (("host:1", 2, 2), "not one of 0 to 1"),
+        (("host:1", 0, 0), "--num-processes must be >= 1, got 0"),
         (("host", 2, 0), "has no port"),
     ],
 )
