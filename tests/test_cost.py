@@ -103,7 +103,7 @@ def test_a_repeat_is_compared_with_itself(drift):
 
     class Runner(bench.Bench):
         def __init__(self):
-            self.settings = bench.Settings(timing_repeats=2, batch_size=3)
+            self.settings = bench.Settings(timing_repeats=int(drift), batch_size=3)
             self.tasks = {"all": [[1]]}
             self.pretrained = mock.Mock()
 
