@@ -71,7 +71,10 @@ def run(main: Callable[[Any], Rows], Config: type[Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     _keep_compiled()
     load, began = os.getloadavg()[0], time.perf_counter()
-    rows = main(config)
+    try:
+        rows = main(config)
+    except FileNotFoundError as error:  # a name or a path of the flags
+        raise SystemExit(f"{file.name}: {error}") from None
     seconds = time.perf_counter() - began
 
     fields = json.loads(json.dumps(dataclasses.asdict(config), default=str))

@@ -67,7 +67,27 @@ def record_from(cls: Any, values: dict[str, Any]) -> Any:
             return tuple(value) if isinstance(value, list) else value
         return value
 
-    return cls(**{k: convert(hints[k], v) for k, v in values.items()})
+    made = {k: convert(hints[k], v) for k, v in values.items()}
+    for name, value in made.items():
+        if not fits(value, hints[name]):
+            raise TypeError(f"{cls.__name__} has no {name}={value!r}")
+    return cls(**made)
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Whether a value read from JSON may stand in a field of a type."""
+    inner = typing.get_args(kind)
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return any(fits(value, one) for one in inner)
+    if typing.get_origin(kind) is typing.Literal:
+        return value in inner
+    if typing.get_origin(kind) is tuple:
+        return type(value) is tuple and all(fits(x, inner[0]) for x in value)
+    if kind is float:
+        return type(value) in (int, float)
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        return isinstance(value, kind)  # or of a subclass
+    return type(value) is kind
 
 
 def save(
@@ -111,7 +131,8 @@ def load(
     from safetensors.numpy import load_file
 
     folder = pathlib.Path(folder)
-    if not (folder / "drafter.json").is_file():
+    files = (folder / "drafter.json", folder / "drafter.safetensors")
+    if not all(file.is_file() for file in files):
         raise FileNotFoundError(
             f"no drafter in {folder}: it needs drafter.json and drafter.safetensors, "
             "as `specjax train` writes them, or a published assistant's config.json "
@@ -128,9 +149,12 @@ def load(
         drafter = record_from(cls, config)
     except TypeError as error:  # a field is absent or of another type
         raise ValueError(f"the drafter in {folder} is damaged: {error}.") from None
-    moved = {}
-    if base.joint(drafter) is not None:
-        tensors, moved = joint.part(tensors)
+    moved, together = {}, base.joint(drafter)
+    if together is not None:
+        try:
+            tensors, moved = joint.part(tensors, together.rank)
+        except ValueError as error:
+            raise ValueError(f"the drafter in {folder} is damaged: {error}.") from None
     want = jax.eval_shape(lambda s: drafter.init(jax.random.key(0), s), shared)
     leaves, structure = jax.tree_util.tree_flatten_with_path(want)
     paths = [".".join(str(getattr(k, "key", k)) for k in path) for path, _ in leaves]

@@ -4,11 +4,13 @@ Bad input ends in one line on stderr and exit status 2.
 """
 
 import contextlib
+import dataclasses
 import errno
 import io
 import re
 import sys
-from typing import Annotated
+import typing
+from typing import Annotated, Any
 
 import tyro
 
@@ -37,8 +39,36 @@ Command = (
 )
 
 
+def gathered(args: list[str]) -> list[str]:
+    """The values of a list that is given in parts (--field a=1 --field b=2) in one
+    place: of a flag that is repeated tyro keeps the last."""
+    kinds: dict[str, Any] = {}
+    for command in typing.get_args(Command):
+        kind, settings = typing.get_args(command)
+        kinds[settings.name] = kind
+    fields = dataclasses.fields(kinds[args[0]]) if args and args[0] in kinds else ()
+    lists = {f"--{f.name.replace('_', '-')}" for f in fields if "tuple[" in str(f.type)}
+    groups: list[list[str]] = [[]]
+    places: dict[str, list[str]] = {}
+    for arg in args:
+        flag, given, value = arg.partition("=")
+        flag = flag.replace("_", "-")
+        if not arg.startswith("--"):
+            groups[-1].append(arg)
+        elif flag not in lists:
+            groups.append([arg])
+        else:
+            if flag not in places:
+                groups.append(places.setdefault(flag, [flag]))
+            groups.append(places[flag])
+            groups[-1] += [value] if given else []
+    once = {id(group): group for group in groups}  # where each was first
+    return [arg for group in once.values() for arg in group]
+
+
 def parse(args: list[str] | None):
     """Reads the flags; what tyro would print in a box becomes one line."""
+    args = gathered(sys.argv[1:] if args is None else args)
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):

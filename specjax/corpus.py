@@ -143,7 +143,7 @@ def shipped_prompts(tasks: str) -> dict[str, list[str]]:
     if unknown or not names:
         raise ValueError(
             f"unknown task {', '.join(unknown) or '(none given)'}; the shipped "
-            f"ones are {', '.join(known)}; --prompts FILE.jsonl takes your own."
+            f"ones are {', '.join(known)}."
         )
     return {t: read_prompts(folder / f"{t}.jsonl") for t in names}
 
@@ -167,6 +167,8 @@ def read_examples(path: str | pathlib.Path, pretrained: Pretrained) -> list[Exam
                 f"{', '.join(record) or 'nothing'}."
             )
         examples.append(Example(tokens, mask))
+    if not examples:
+        raise ValueError(f"{path} holds no texts.")
     return examples
 
 

@@ -31,20 +31,40 @@ def start(
             )
         return
     if coordinator == "auto":
-        jax.distributed.initialize(num_processes=num_processes, process_id=process_id)
+        _join(coordinator, num_processes=num_processes, process_id=process_id)
         return
     if num_processes is None or process_id is None:
         raise ValueError(
             f"--coordinator {coordinator} needs --num-processes and --process-id; "
             "--coordinator auto asks the cluster for all three."
         )
+    if num_processes < 1:
+        raise ValueError(f"--num-processes must be >= 1, got {num_processes}.")
     if not 0 <= process_id < num_processes:
         raise ValueError(
             f"--process-id {process_id} is not one of 0 to {num_processes - 1}."
         )
-    if not coordinator.rpartition(":")[2].isdecimal():
+    host, _, port = coordinator.rpartition(":")
+    if not port.isdecimal():
         raise ValueError(f"--coordinator {coordinator!r} has no port; give HOST:PORT.")
-    jax.distributed.initialize(coordinator, num_processes, process_id)
+    if not host or not 0 < int(port) < 2**16:
+        raise ValueError(
+            f"--coordinator {coordinator!r} is no HOST:PORT with a port of 1 to 65535."
+        )
+    _join(coordinator, coordinator, num_processes, process_id)
+
+
+def _join(coordinator: str, *args: Any, **options: Any) -> None:
+    """Raises ConnectionError, by one line, for what JAX may raise."""
+    try:
+        jax.distributed.initialize(*args, **options)
+    except (ValueError, RuntimeError) as error:
+        cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConnectionError(
+            f"--coordinator {coordinator}: this process could not join the run "
+            f"({cause}). Start process 0 at HOST:PORT and all --num-processes; `auto` "
+            "needs a cluster that JAX knows."
+        ) from None
 
 
 def is_first() -> bool:

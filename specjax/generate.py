@@ -335,7 +335,8 @@ def pad_prompts(
 
 
 def check(model: Model) -> None:
-    """Refuses a rule that is not exact on a model's drafts, and a tree too wide."""
+    """Refuses a rule that is not exact on a model's drafts, a tree too wide and layers
+    that the target lacks."""
     tree, V = model.drafter.tree, model.target.config.vocab_size
     verify.check(model.rule_name, tree, model.drafting)
     widest = tree.width if isinstance(tree, DynamicTree) else tree.children.shape[1]
@@ -343,6 +344,12 @@ def check(model: Model) -> None:
         raise ValueError(
             f"the tree has {widest} children under a node, the target {V} ids. Make "
             "it narrower."
+        )
+    L = model.target.config.num_layers
+    if far := [t for t in model.drafter.taps if not -L <= t + 1 <= L + 1]:
+        raise ValueError(
+            f"the drafter reads states {far} of a target that has 0 to {L}: it belongs "
+            "to a deeper one. Give that target."
         )
 
 
@@ -378,6 +385,8 @@ def start(
             f"prompt of {lengths.max()} tokens leaves no room in the target's "
             f"{config.max_positions} positions. Shorten it."
         )
+    # What is beyond the target's positions would be allocated and never used.
+    max_new_tokens = min(max_new_tokens, config.max_positions)
     for row in prompts:
         if not 0 <= min(row) <= max(row) < config.vocab_size:
             raise ValueError(

@@ -79,6 +79,20 @@ def merge(params: Params, adapter: Params, scale: float) -> Params:
     return jax.tree_util.tree_map_with_path(moved, params)
 
 
+def check(pretrained: Pretrained, params: Params) -> None:
+    """Refuses an adapter, if there is one, that is not of this target."""
+    matrices, pairs = _matrices(pretrained.params), params.get(ADAPTER)
+    if pairs is None:
+        return
+    shapes = {k: (p["b"].shape[0], p["a"].shape[1]) for k, p in pairs.items()}
+    if shapes != {k: w.shape for k, w in matrices.items()}:
+        raise ValueError(
+            f"this drafter was trained together with another target than "
+            f"{pretrained.name}: its adapter has {len(shapes)} matrices, of other "
+            f"names or shapes than the target's {len(matrices)}. Give its own target."
+        )
+
+
 def tuned(pretrained: Pretrained, drafter: Any, params: Params) -> Pretrained:
     """The target that a drafter was trained with; `pretrained` itself for most.
 
@@ -87,14 +101,8 @@ def tuned(pretrained: Pretrained, drafter: Any, params: Params) -> Pretrained:
     settings = base.joint(drafter)
     if settings is None or ADAPTER not in params:
         return pretrained
-    matrices, pairs = _matrices(pretrained.params), params[ADAPTER]
-    shapes = {k: (p["b"].shape[0], p["a"].shape[1]) for k, p in pairs.items()}
-    if shapes != {k: w.shape for k, w in matrices.items()}:
-        raise ValueError(
-            f"this drafter was trained together with another target than "
-            f"{pretrained.name}: its adapter has {len(shapes)} matrices, of other "
-            f"names or shapes than the target's {len(matrices)}. Give its own target."
-        )
+    check(pretrained, params)
+    pairs = params[ADAPTER]
     scale = settings.alpha / settings.rank
     weights = jax.jit(functools.partial(merge, scale=scale))(pretrained.params, pairs)
     return dataclasses.replace(
@@ -103,9 +111,12 @@ def tuned(pretrained: Pretrained, drafter: Any, params: Params) -> Pretrained:
 
 
 def part(
-    tensors: dict[str, np.ndarray],
+    tensors: dict[str, np.ndarray], rank: int
 ) -> tuple[dict[str, np.ndarray], dict[str, Params]]:
-    """Parts stored tensors, named by path, into the drafter's and its adapter."""
+    """Parts stored tensors, named by path, into the drafter's and its adapter.
+
+    Raises ValueError if the adapter is not whole, or not of this rank.
+    """
     own, low = {}, {}
     for name, x in tensors.items():
         head, _, rest = name.partition(".")
@@ -114,7 +125,18 @@ def part(
             low.setdefault(path, {})[leaf] = x
         else:
             own[name] = x
-    return own, {ADAPTER: low} if low else {}
+    if not low:
+        raise ValueError("its adapter is missing, so its own target is not known")
+    for path, pair in low.items():
+        have = {leaf: x.shape for leaf, x in pair.items()}
+        a, b = have.get("a", ()), have.get("b", ())
+        whole = len(have) == len(a) == len(b) == 2 and a[0] == b[1] == rank
+        if not whole:
+            raise ValueError(
+                f"the adapter of {path or 'no matrix'} needs a [{rank}, in] and b "
+                f"[out, {rank}], and has {have}"
+            )
+    return own, {ADAPTER: low}
 
 
 @pytree

@@ -139,11 +139,13 @@ class Setup:
                     f"{getattr(self, name)}."
                 )
         for name in ("weight_bytes", "cache_bytes"):
-            if getattr(self, name) <= 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)}.")
         for name in ("collective", "overhead"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}.")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(
+                    f"{name} must be >= 0 seconds, got {getattr(self, name)}."
+                )
 
 
 def _shapes(tree: Any) -> Any:
@@ -410,7 +412,9 @@ def judge(
 
 def _fields(spec: str, config: TransformerConfig, draft_vocab: int | None):
     """Registry name, and fields that make a drafter other than the paper's shape."""
-    name, _, other = spec.partition(":")
+    name, given, other = spec.partition(":")
+    if given and not other:
+        raise ValueError(f"{spec} names no model; write {name}:MODEL or {name} alone.")
     known = {f.name for f in dataclasses.fields(drafters.get(name))}
     fields: dict[str, Any] = {}
     if other:

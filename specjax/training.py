@@ -9,6 +9,7 @@ the first one stopped. Features come from the target on the fly or from a cache 
 import contextlib
 import dataclasses
 import functools
+import math
 import pathlib
 import time
 from collections.abc import Callable
@@ -51,8 +52,10 @@ class TrainConfig:
                 raise ValueError(
                     f"training needs {name} >= 1, got {getattr(self, name)}."
                 )
-        if not self.learning_rate > 0:
-            raise ValueError(f"learning_rate must be > 0, got {self.learning_rate}.")
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(
+                f"learning_rate must be > 0 and finite, got {self.learning_rate}."
+            )
 
     def schedule(self) -> optax.Schedule:
         return optax.warmup_cosine_decay_schedule(

@@ -101,3 +101,13 @@ def test_a_slice_learns_the_token_that_it_guesses(kit):
 def test_bad_settings_are_refused(fields, says):
     with pytest.raises(ValueError, match=says):
         Blockwise(**{"hidden_width": 8} | fields)
+
+
+def test_slices_beyond_the_draft_learn_too(kit):
+    shared, drafter, weights, out = kit
+    weights, batch = testing.perturb(weights), batch_of(out, jnp.arange(8)[None] >= 3)
+    short = dataclasses.replace(drafter, gamma=1)
+    one = jax.jit(lambda key: short.loss(weights, shared, batch, key))
+    found = [one(jax.random.key(i)) for i in range(12)]
+    losses = {round(float(loss), 4) for loss, _ in found}
+    assert losses == {round(float(c), 4) for c in found[0][1]["ce"]}

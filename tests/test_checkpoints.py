@@ -10,7 +10,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from specjax import checkpoints, drafters
+from specjax import checkpoints, drafters, joint
+from specjax.drafters import base
 from specjax.drafters.draft_model import DraftModel
 from specjax.layers import Rope
 from specjax.transformer import Shared, TransformerConfig
@@ -44,6 +45,9 @@ def make(name, **fields):
 def weights(drafter):
     """Random, made without compiling the drafter's own initialisers."""
     want = jax.eval_shape(lambda s: drafter.init(jax.random.key(0), s), shared())
+    if together := base.joint(drafter):
+        a, b = (jnp.zeros(shape) for shape in ((together.rank, 16), (8, together.rank)))
+        want |= {joint.ADAPTER: {"layer_0/mlp/down": {"a": a, "b": b}}}
     rng = np.random.default_rng(0)
     draw = lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32)
     return jax.tree.map(draw, want)
@@ -169,6 +173,49 @@ def test_tensors_too_few_and_too_many_are_named(saved):
     save_file(tensors, str(saved / "drafter.safetensors"))
     with pytest.raises(ValueError, match=r"missing \['embed'\], not used \['extra'\]"):
         checkpoints.load(saved, shared())
+
+
+A, B = (f"adapter.layer_0/mlp/down.{leaf}" for leaf in "ab")
+
+
+@pytest.mark.parametrize("name", ["medusa2", "blockwise"])
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda t: [t.pop(n) for n in (A, B)], "its adapter is missing"),
+        (lambda t: t.pop(B), r"of layer_0/mlp/down needs a .*has {'a': \(32, 16\)}"),
+        (lambda t: t.update({A: t[A][:3]}), r"a \[32, in\] .*'a': \(3, 16\)"),
+        (lambda t: t.update({A + "x": t[A]}), "'ax':"),
+    ],
+)
+def test_an_adapter_that_is_not_whole_is_refused(tmp_path, name, change, says):
+    """Else a part of the target would stay what it was, without a word."""
+    from safetensors.numpy import load_file, save_file
+
+    fields = {"tune_target": True} if name == "blockwise" else {}
+    checkpoints.save(tmp_path / "d", name, *make(name, **fields))
+    file = str(tmp_path / "d" / "drafter.safetensors")
+    change(tensors := load_file(file))
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=f"drafter in .* is damaged: .*{says}"):
+        checkpoints.load(tmp_path / "d", shared())
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("dflash2", "top_k", 2.5),
+        ("dflash2", "target_layer_ids", "ab"),
+        ("medusa2", "schedule", "cubic"),
+        ("medusa2", "distil", "no"),
+        ("blockwise", "hidden_width", 7.5),
+    ],
+)
+def test_a_field_of_another_type_is_named(tmp_path, name, field, value):
+    checkpoints.save(tmp_path / "d", name, *make(name))
+    edit(tmp_path / "d", lambda s: s["config"].update({field: value}))
+    with pytest.raises(ValueError, match=f"is damaged: .* has no {field}="):
+        checkpoints.load(tmp_path / "d", shared())
 
 
 def test_saving_again_replaces_what_a_killed_save_left(saved):

@@ -352,6 +352,35 @@ BAD = {
     "cost of a plan for two batches": ((*PLAN, "--batch", "1", "2"), "one --batch"),
     "cost of a model without a chip": ((*COST, "--model", "qwen3-8b"), "its --chip"),
     "cost of a plan at some gammas": ((*PLAN, "--gammas", "2"), "not --gammas"),
+    "cost of a plan that is timed": (
+        (*PLAN, "--repeats", "3"),
+        "--repeats 3 is of a measurement here; leave out --chip",
+    ),
+    "cost measured at another context": (
+        (*COST, "--context", "99"),
+        "--context 99 is of a plan; name its --chip",
+    ),
+    "cost of too long a draft": (
+        (*PLAN, "--max-gamma", "9999"),
+        "--max-gamma 9999 is out of range; give 1 to 256",
+    ),
+    "cost of no draft vocabulary": (
+        (*PLAN, "--draft-vocab", "0"),
+        "--draft-vocab 0 is out of range; give 1 to 128256",
+    ),
+    "cost of a comma too many": ((*COST, "--tasks", "code,,"), "has an empty name"),
+    "cost of bytes that are no number": (
+        (*PLAN, "--weight-bytes", "nan"),
+        "weight_bytes must be > 0, got nan",
+    ),
+    "cost of endless passes": (
+        (*PLAN, "--pass-us", "inf"),
+        "overhead must be >= 0 seconds, got inf",
+    ),
+    "cost of a model that is not named": (
+        (*PLAN[:-1], "draft_model:"),
+        "draft_model: names no model",
+    ),
     "cost without a repeat": ((*COST, "--repeats", "0"), "--repeats 0 is out of range"),
     "cost of an impossible share": (
         (*PLAN, "--bandwidth-share", "1.5"),
@@ -529,6 +558,34 @@ BAD = {
         ("train", "medusa", "--target", "TOY", "--field", "depth=3"),
         "no field depth",
     ),
+    "train with a field twice": (
+        ("train", "medusa", "--field", "gamma=2", "--field", "gamma=3"),
+        "--field gamma=3: gamma is given twice",
+    ),
+    "train on answers to no prompts": (
+        ("train", "medusa", "--target", "TOY", "--regenerate"),
+        "prompts of --data; give it too",
+    ),
+    "train on texts too short to learn from": (
+        ("train", "medusa", "--target", "TOY", "--length", "7"),
+        "--length 7 is out of range; give 8 or more",
+    ),
+    "train into a file": (
+        ("train", "medusa", "--target", "TOY", "--out", "BROKEN"),
+        "needs a folder",
+    ),
+    "features under a file": (
+        ("train", "medusa", "--target", "TOY", "--feature-cache", "BROKEN/x"),
+        "broken.jsonl is a file",
+    ),
+    "train at an endless rate": (
+        ("train", "medusa", "--target", "TOY", "--learning-rate", "inf"),
+        "learning_rate must be > 0 and finite, got inf",
+    ),
+    "a tree into a folder": (
+        ("tree", "MEDUSA", "--target", "TOY", "--out", "TOY"),
+        "is a folder; --out needs a file",
+    ),
     "train without a file": (
         ("train", "medusa", "--target", "TOY", "--data", "OUT/x", "--out", "OUT/r"),
         "no file",
@@ -640,6 +697,23 @@ def test_cost_plans_on_chips_that_are_not_here(tmp_path):
     assert result["params"] == 1_235_814_400
     assert result["drafters"][0]["tau"] == pytest.approx([1.8, 2.44])
     assert len(cost.load_passes(path)) == 3
+
+
+def test_a_list_may_be_given_in_parts():
+    """Of a flag that is repeated tyro keeps the last: the others were lost."""
+    fields = ("--field", "gamma=2", "--seed", "3", "--field=num_heads=4", "a=1")
+    made = cli.parse(["train", "medusa", *fields, "--data", "x", "--data", "y"])
+    assert made.field == ("gamma=2", "num_heads=4", "a=1")
+    assert [str(p) for p in made.data] == ["x", "y"]
+    assert (made.seed, made.drafter) == (3, "medusa")
+    made = cli.parse(["bench", "--temperature", "0", "--gamma", "2", "--gamma", "3"])
+    assert (made.temperature, made.gamma) == ((0.0,), 3)
+
+
+def test_more_tokens_than_positions_are_not_allocated(world, tmp_path):
+    asked = ("--max-new-tokens", 10**12)
+    found, _, _ = ask(world, tmp_path, "--drafter", "none", *asked)
+    assert 1 <= len(found["tokens"]) <= 256
 
 
 def test_help_is_no_error():

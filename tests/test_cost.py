@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from specjax import bench, cost, scheduler
+from specjax.commands.cost import Cost, _beside
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,7 @@ def test_a_repeat_is_compared_with_itself(drift):
 
     class Runner(bench.Bench):
         def __init__(self):
-            self.settings = bench.Settings(timing_repeats=2)
+            self.settings = bench.Settings(timing_repeats=int(drift), batch_size=3)
             self.tasks = {"all": [[1]]}
             self.pretrained = mock.Mock()
 
@@ -113,8 +114,11 @@ def test_a_repeat_is_compared_with_itself(drift):
             return drafter
 
         def seconds_per_round(self, model, weights, prompts):
+            assert len(prompts) == 3
             kind = "drafter" if isinstance(model, Drafter) else model.tree.num_nodes  # pyright: ignore
             calls.append(kind)
+            if len(calls) <= 4:  # what is compiled in the first repeat
+                return 100.0 * len(calls) ** 3
             return spent[kind] * drift ** ((len(calls) - 1) // 4)
 
     drafters = {"a": (Drafter(), None)}
@@ -122,3 +126,39 @@ def test_a_repeat_is_compared_with_itself(drift):
     assert calls[:4] == [1, 2, 4, "drafter"]  # beside the free round of its width
     np.testing.assert_allclose(times.curve.ratio([1, 2, 4]), [1, 1.5, 2])
     assert times.added == {("a", 3): pytest.approx(0.6)}
+
+
+def test_flags_in_microseconds_and_shares_reach_the_plan_as_they_are(monkeypatch):
+    class Seen(Exception):
+        pass
+
+    def plan(config, setup):
+        raise Seen(setup)
+
+    monkeypatch.setattr("specjax.roofline.Plan", plan)
+    command = Cost(
+        chip="h100", collective_us=30.0, pass_us=7.0, bandwidth_share=0.6, batch=(3,)
+    )
+    with pytest.raises(Seen) as seen:
+        command.run()
+    setup = seen.value.args[0]
+    assert (setup.collective, setup.overhead) == pytest.approx((30e-6, 7e-6))
+    assert (setup.bandwidth_share, setup.compute_share, setup.batch) == (0.6, 0.5, 3)
+
+
+def test_a_measured_drafter_is_judged_by_rounds_of_one_node_more():
+    curve = cost.Curve(1, (1, 2, 3, 4), (1.0, 1.1, 1.3, 1.7))
+    times = cost.Times(curve, {("a", 3): 0.1})
+    drafter = mock.Mock(gamma=3)
+    row = Cost(alpha=(0.5,))._judge(mock.MagicMock(), times, "a", drafter, None)
+    np.testing.assert_allclose(row["v"], [1.1, 1.3, 1.7])
+    np.testing.assert_allclose(row["c"], [0.1] * 3)
+    assert row["speedup"][0] == pytest.approx(1.5 / 1.2)
+
+
+def test_a_measured_speedup_is_that_over_plain_decoding(monkeypatch):
+    monkeypatch.setattr("specjax.metrics.tau", lambda trace: 2.5)
+    run, plain = (mock.Mock(tokens_per_second=n) for n in (30.0, 20.0))
+    row = _beside(2, run, plain, [1.0, 1.8])
+    assert row["measured"] == 1.5
+    assert row["error"] == pytest.approx(0.2)

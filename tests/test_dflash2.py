@@ -222,3 +222,32 @@ def test_more_candidates_than_ids_are_refused():
     drafter = dataclasses.replace(DRAFTER, top_k=33)
     with pytest.raises(ValueError, match="the target has 32 ids"):
         drafter.init(jax.random.key(0), SHARED)
+
+
+def test_the_selector_of_a_fresh_drafter_learns_and_counts_as_much_as_it_is_told():
+    """Two tables of zeros would be a gradient of zero for ever."""
+    params = jax.jit(DRAFTER.init)(jax.random.key(0), SHARED)
+    plain = dataclasses.replace(DRAFTER, w_selector=0.0)
+
+    @jax.jit
+    def losses(selector):
+        args = params | {"selector": selector}, SHARED, first.batch()
+        whole, logs = DRAFTER.loss(*args, jax.random.key(0))
+        return whole, (logs["ce_selector"], plain.loss(*args, jax.random.key(0))[0])
+
+    (whole, (path, backbone)), grads = jax.value_and_grad(losses, has_aux=True)(
+        params["selector"]
+    )
+    assert np.any(grads["successor"])
+    assert float(whole) == pytest.approx(float(backbone + path), rel=1e-5)
+
+
+def test_the_published_rank_is_that_of_large_vocabularies():
+    of = lambda V: DFlash2.for_target(
+        dataclasses.replace(first.CONFIG, vocab_size=V), 31, num_layers=1
+    )
+    assert [(of(V).rank, of(V).top_k) for V in (12, 320, 150_000)] == [
+        (4, 12),
+        (10, 16),
+        (256, 16),
+    ]

@@ -91,9 +91,24 @@ def test_two_processes_train_what_one_does(tmp_path):
         ((None, 2, None), "belong to --coordinator"),
         (("host:1", 2, None), "needs --num-processes and --process-id"),
         (("host:1", 2, 2), "not one of 0 to 1"),
+        (("host:1", 0, 0), "--num-processes must be >= 1, got 0"),
         (("host", 2, 0), "has no port"),
+        ((":1", 2, 0), "is no HOST:PORT"),
+        (("host:99999", 2, 0), "a port of 1 to 65535"),
     ],
 )
 def test_flags_that_contradict_one_another(flags, says):
     with pytest.raises(ValueError, match=says):
         distributed.start(*flags)
+
+
+@pytest.mark.parametrize("error", [ValueError, RuntimeError])
+def test_a_run_that_cannot_be_joined_is_one_line(monkeypatch, error):
+    def refuse(*args, **options):
+        raise error("coordinator_address should be defined.\nmore")
+
+    monkeypatch.setattr("jax.distributed.initialize", refuse)
+    for flags in (("auto", None, None), ("host:1", 2, 1)):
+        with pytest.raises(ConnectionError, match="could not join the run") as raised:
+            distributed.start(*flags)
+        assert "\n" not in str(raised.value)

@@ -222,3 +222,43 @@ def test_bad_settings_are_refused(fields, says):
         Joint(**fields)
     with pytest.raises(ValueError, match=says):
         Medusa2(**fields)
+
+
+def test_the_loss_has_the_heads_by_the_schedule_and_judges_them_by_the_moved_target(
+    parts,
+):
+    params, shared, batch, weights, noisy = parts
+    one = learner(rank=4, schedule="sine", heads_first=0.0)
+    weights = weights | {joint.ADAPTER: noisy}
+    context = joint.Context(shared, params, jnp.float32(1 / 3))
+    loss = jax.jit(one.loss, compiler_options=testing.FAST)
+    value, logs = loss(weights, context, batch, jax.random.key(0))
+    heads = 0.1 * float(logs["heads"])
+    assert float(value - logs["own"]) == pytest.approx(heads, rel=1e-4)
+
+    @functools.partial(jax.jit, compiler_options=testing.FAST)
+    def alpha(params):
+        out = TARGET(params, batch.tokens, taps=(-1,))
+        there = dataclasses.replace(batch, features=out.features, hidden=out.hidden)
+        return one.drafter.loss(weights, shared, there, jax.random.key(0))[1]["alpha"]
+
+    moved = joint.merge(params, noisy, 16 / 4)
+    np.testing.assert_allclose(logs["alpha"], alpha(moved), atol=1e-5)
+    assert np.abs(logs["alpha"] - alpha(params)).max() > 1e-3
+
+
+def test_an_adapter_starts_small_by_the_width_it_reads():
+    params = {"layer_0": {"wide": jnp.zeros((2, 400)), "thin": jnp.zeros((400, 4))}}
+    low = joint.adapter(jax.random.key(0), params, 8)
+    for name, limit in (("wide", 0.05), ("thin", 0.5)):
+        pair = low[f"layer_0/{name}"]
+        assert limit * 0.8 < float(jnp.max(jnp.abs(pair["a"]))) <= limit
+        assert not np.any(pair["b"])
+
+
+def test_quality_of_a_first_token_is_none(trained):
+    """Nothing predicts it: with no other token to learn there is nothing to count."""
+    pretrained, drafter, weights, _, texts = trained
+    moved = joint.tuned(pretrained, drafter, weights)
+    first = dataclasses.replace(texts, mask=np.arange(12)[None] == np.zeros((16, 1)))
+    assert set(joint.quality(pretrained, moved, first, 16).values()) == {0.0}

@@ -209,6 +209,85 @@ def test_a_drafter_of_experts_reads_those_that_its_tokens_touch():
     assert found.touched(2) < 16 * (32 * 16 + 8 * 32)
 
 
+def test_all_chips_multiply_and_each_row_has_a_cache():
+    """Where sums and not reading are the limit: 1 GFLOP/s, four chips, two rows."""
+    slow = dataclasses.replace(IDEAL, chip=dataclasses.replace(UNIT, flops=1e9))
+    plan = Plan(SMALL, slow)
+    dense, attending = plan.one.flops, roofline.attention(SMALL, 512)[1]
+    one = plan.target_pass(8)
+    assert one.weights == pytest.approx(8 * dense / 1e9)
+    assert one.cache == pytest.approx(8 * attending / 1e9)
+    plan.setup = dataclasses.replace(slow, chips=4, batch=2)
+    four = plan.target_pass(8)
+    assert four.weights == pytest.approx(one.weights / 4)
+    assert four.cache == pytest.approx(one.cache / 4)
+    plan.setup = dataclasses.replace(IDEAL, batch=3)
+    assert plan.target_pass(1).cache == pytest.approx(3 * plan.per_row * 2 / 1e9)
+
+
+def test_step_by_step_drafts_pay_for_each_pass_and_a_block_for_all_its_tokens():
+    """Two rows on two chips; an all-reduce of n tokens moves n x 64 x 2 bytes."""
+    setup = dataclasses.replace(IDEAL, chips=2, batch=2, overhead=1.0, collective=0.0)
+    plan = Plan(SMALL, setup)
+    # Of a pass of EAGLE: its fusion, two of its layer, the head.
+    for name, passes, tokens, reductions in (("eagle", 3, 2, 12), ("medusa", 1, 8, 2)):
+        part = plan.draft(plan.drafter(name, 3))
+        assert part.overhead == passes
+        each = tokens * 64 * 2 / 1e9
+        assert part.collectives == pytest.approx(reductions * each)
+
+
+def test_a_commit_is_part_of_a_draft():
+    """A block drafter fuses the features there and makes its keys and values."""
+    plan = Plan(dataclasses.replace(SMALL, num_layers=8), IDEAL)
+    drafter = plan.drafter("dflash", 3)
+    tree = plan.draft_params(drafter)
+    matrices = sum(x.size for x in jax.tree.leaves(tree) if x.ndim > 1)
+    layers = [tree[n] for n in tree if n.startswith("layer_")]
+    again = sum(layer["attention"]["kv"].size for layer in layers)
+    assert plan.draft_work(drafter).weights == matrices + again + 1000 * 64
+
+
+def test_ratios_are_to_a_plain_round_of_all_rows():
+    chip = Chip(flops=1e9, bandwidth=1e9, memory=1e15, link=2e9)
+    plan = Plan(SMALL, dataclasses.replace(IDEAL, chip=chip, batch=2))
+    row = roofline.judge(plan, "medusa", [0.8], 2)
+    plain = plan.target_pass(2).seconds
+    wide = [plan.target_pass(n).seconds / plain for n in (4, 6)]
+    assert wide[0] > 1.5
+    np.testing.assert_allclose(row["v"], wide)
+    drafts = [plan.draft(plan.drafter("medusa", g)).seconds for g in (1, 2)]
+    np.testing.assert_allclose(row["c"], np.array(drafts) / plain)
+
+
+def test_memory_holds_the_drafter_the_copies_of_a_cache_and_no_more_than_a_window():
+    whole = Plan(SMALL, IDEAL)
+    local = Plan(dataclasses.replace(SMALL, windows=(128, None, 128)), IDEAL)
+
+    def fits(plan, num_bytes, drafter_params=0, **fields):
+        chip = dataclasses.replace(UNIT, memory=num_bytes / fields.get("chips", 1))
+        plan.setup = dataclasses.replace(IDEAL, chip=chip, **fields)
+        try:
+            plan.check_memory(drafter_params)
+        except ValueError:
+            return False
+        return True
+
+    weights, row = 2.0 * whole.num_params, 2 * 512 * 3 * 2 * 2 * 16
+    for plan, needed, options in (
+        (whole, weights + row, {}),
+        (whole, weights + row + 2000, {"drafter_params": 1000}),
+        (whole, weights + 3 * row, {"batch": 3}),
+        (whole, weights + 2 * row, {"chips": 4}),  # two key heads: two copies
+        (local, weights + row * (128 + 512 + 128) / 1536, {}),
+    ):
+        assert fits(plan, needed, **options)
+        assert not fits(plan, needed - 8, **options)
+    assert fits(whole, weights + row)
+    with pytest.raises(ValueError, match="GB of weights"):
+        roofline.judge(whole, "medusa", [0.8], 1)
+
+
 def test_a_scan_counts_as_often_as_it_runs_and_branches_once():
     def program(w, cache, x):
         def step(x, _):

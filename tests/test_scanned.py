@@ -89,3 +89,27 @@ def test_stacked_parameters_are_split_as_single_ones_are():
         for entry in path:
             one = one[entry.key]
         assert tuple(at.spec) in ((None, *one.spec), ()), path
+
+
+def test_a_tree_without_a_cache_is_that_of_the_layers_one_by_one():
+    """Node 2 hangs on node 0."""
+    target, params = testing.tiny_target()
+    scanned = Scanned(target)
+    block = {
+        "ancestors": np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], bool),
+        "depths": np.array([0, 1, 1], np.int32),
+    }
+    stacked, tokens = scanned.stack(params), TOKENS[:, :3]
+    run = lambda target, params: jax.jit(lambda p: target(p, tokens, **block))(params)
+    want, have = run(target, params), run(scanned, stacked)
+    np.testing.assert_allclose(have.hidden, want.hidden, atol=2e-5)
+    with pytest.raises(ValueError, match=r"takes no \['behind'\]"):
+        scanned(stacked, tokens, behind=1)
+
+
+def test_layers_that_read_more_than_the_stream_are_refused():
+    class Other(Llama):
+        pass
+
+    with pytest.raises(NotImplementedError, match="Other target are not alike"):
+        Scanned(Other(testing.tiny_target()[0].config))

@@ -178,3 +178,39 @@ def test_a_tree_is_served_whole_and_only_chains_are_narrowed():
         batch().begin(0, Request((1,), 13))
     with pytest.raises(ValueError, match="users >= 1"):
         serve(batch(), REQUESTS, users=0)
+
+
+def test_a_summary_by_hand():
+    """Two requests, one that waited; a round of one and a round of both."""
+
+    def happened(live, verified, committed):
+        live, verified, committed = map(np.array, (live, verified, committed))
+        done = np.zeros(2, bool)
+        return serving.Round(1.0, live, verified, 10, committed - 1, committed, done)
+
+    asked = Request((1,), 9)
+    rounds = [
+        happened([True, False], [5, 0], [3, 0]),
+        happened([True, True], [3, 4], [1, 2]),
+    ]
+    served = [
+        serving.Served(asked, 0.0, 0.0, first=1.0, end=5.0, num_tokens=5),
+        serving.Served(asked, 1.0, 3.0, first=4.0, end=5.0, num_tokens=3),
+    ]
+    found = serving.summary(serving.Report(served, rounds, [2.0, 5.0]))
+    assert found["throughput"] == (1 + 3) / 3  # until the second left the queue
+    assert found["user_speed"] == (4 + 2) / (4 + 1) == 1 / found["per_token"]
+    assert found["first_token"] == (1 + 3) / 2
+    assert found["first_token_95"] == pytest.approx(2.9)
+    assert found["tau"] == 6 / 3 and found["live"] == 3 / 2
+    assert (found["verified"], found["paid"]) == (12 / 3, 20 / 3)
+
+
+def test_a_draft_that_its_own_law_excludes_is_an_error(monkeypatch):
+    made = batch()
+    made.live[:] = True
+    counts = np.ones(2, int), np.ones(2, int), np.zeros(2, int)
+    spoilt = lambda draft, width: [*counts, np.array([True, False])]
+    monkeypatch.setattr(made, "_settle", spoilt)
+    with pytest.raises(ValueError, match="its own law gives probability 0"):
+        made.round()

@@ -162,3 +162,28 @@ def test_fingerprints_see_the_content_and_not_the_place():
     swapped = sharding.fingerprint({"a": x})
     x[0, 0] = np.nextafter(x[0, 0], np.float32(9))
     assert sharding.fingerprint({"a": x}) != swapped
+
+
+def test_a_pass_split_over_heads_has_two_all_reduces_a_layer():
+    """What `roofline` counts, and one for the look-up in a split table."""
+    target, params = testing.tiny_target(num_layers=2, **SHAPE)
+    on = MeshShape(tensor=4).make(jax.devices()[:4])
+    with sharding.use(on):
+        placed = sharding.place(params, on)
+        tokens = jnp.zeros((2, 8), jnp.int32)
+        run = jax.jit(lambda p, t: target.logits(p, target(p, t).hidden))
+        text = run.lower(placed, tokens).compile().as_text()
+    assert text.count(" all-reduce(") == 2 * 2 + 1
+
+
+def test_experts_and_layers_are_split_as_their_products_need():
+    """Experts over `tensor`, in a stack of layers too, and their moments alike."""
+    of = lambda *path, shape: sharding.axes_of(path, shape)
+    assert of("mlp", "down", shape=(8, 16, 32)) == ("tensor", None, "fsdp")
+    assert of("mlp", "gate_up", shape=(8, 32, 64)) == ("tensor", "fsdp", None)
+    assert of("mlp", "gate_up", shape=(2, 32, 64)) == (None, "tensor", "fsdp")
+    stacked = of("layers", "0", "mlp", "down", shape=(3, 16, 32))
+    assert stacked == (None, "fsdp", "tensor")
+    assert of("0", "mu", "attention", "q", shape=(8, 4, 16)) == ("tensor", None, "fsdp")
+    assert of("attention", "q", shape=(2, 4, 4, 16)) == ("tensor", None, None, "fsdp")
+    assert of("attention", "kv", shape=(2, 8, 4, 16)) == (None, "tensor", None, "fsdp")

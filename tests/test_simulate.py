@@ -8,7 +8,7 @@ from test_serving import REQUESTS, batch
 
 from specjax.calibration import auc
 from specjax.scheduler import Delayed, Prefix, Threshold
-from specjax.serving import Request, poisson, serve, summary
+from specjax.serving import Batch, Request, poisson, serve, summary
 from specjax.simulate import Costs, Modelled, Recorded, Simulator, roofline, stairs
 
 ALPHAS = (0.8, 0.7, 0.6, 0.5)
@@ -151,3 +151,24 @@ def test_costs_that_end_too_early_are_refused():
         run(slots=13)
     with pytest.raises(ValueError, match="gamma lies in 0 to 4; got 5"):
         run(gamma=5)
+
+
+def test_drafts_cost_what_their_rows_do_and_passes_what_their_tokens_do():
+    costs = Costs((1.0,) * 10, (0.5, 3.0), begin=0.0)
+    assert [costs.passes(rows)[0] for rows in (1, 2)] == [1 / 1.5, 1 / 4]
+    sure = Modelled((1.0,) * 4)
+    asked = [Request((1,), 6), Request((1,), 11)]
+    report = serve(Simulator(sure, costs, 2), asked)
+    assert [r.seconds for r in report.rounds] == [4.0, 1.5]
+    assert all(np.all(r.accepted <= r.committed) for r in report.rounds)
+
+    class Timed(Batch):
+        def __init__(self):
+            self.slots, self.widths = 2, (2, 4)
+
+        def seconds(self, repeats=1):
+            return {"begin": 1.0, "draft": 2.0, "verify": {2: 1.0, 4: 3.0}}
+
+    assert Costs.of(Timed()) == Costs(
+        (1.0, 1.0, 1.0, 1.0, 1.5, 2.0, 2.5, 3.0), (2.0, 2.0), 1.0
+    )

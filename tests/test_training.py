@@ -13,6 +13,7 @@ from specjax import feature_cache, testing, training
 from specjax.corpus import Texts
 from specjax.drafters import base
 from specjax.drafters.medusa import Medusa
+from specjax.sharding import MeshShape
 from specjax.training import TrainConfig, train
 
 
@@ -183,3 +184,62 @@ def test_layers_computed_again_give_the_same_gradient(name):
         assert ("remat" in str(jax.make_jaxpr(step)(*copies, *args))) == remat
         found.append(float(step(*copies, *args)[2]["grad_norm"]))
     assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn(Medusa):
+    """Its loss is what its key draws."""
+
+    def loss(self, params, shared, batch, key):
+        loss, logs = super().loss(params, shared, batch, key)
+        return 0 * loss + jax.random.uniform(key), logs
+
+
+def test_each_step_has_a_key_and_each_seed_an_order_of_its_own(pretrained):
+    log = Log()
+    drawn = Drawn(gamma=2, num_heads=2, share_head=True)
+    train(pretrained, drawn, TEXTS, CONFIG, stop_after=3, log=log)
+    assert len({values["loss"] for values in log.values()}) == 3
+    first, start = [], testing.perturb(fresh(pretrained))
+    for seed in (0, 1):
+        config = dataclasses.replace(CONFIG, seed=seed)
+        train(pretrained, DRAFTER, TEXTS, config, params=start, stop_after=1, log=log)
+        first.append(log[1]["loss"])
+    assert first[0] != first[1]
+
+
+def test_gradients_are_clipped_and_weights_decay():
+    """Adam forgets the size of one gradient, not that of the ones before it."""
+
+    def second(**fields):
+        config = TrainConfig(steps=10, warmup=0.1, learning_rate=0.1, **fields)
+        optimiser, params = config.optimiser(), jnp.ones(1)
+        state = optimiser.init(params)
+        for gradient in (1000.0, 1.0):
+            updates, state = optimiser.update(jnp.full(1, gradient), state, params)
+        return float(updates[0])
+
+    assert second() == pytest.approx(-0.1, rel=1e-3)  # both are cut to 1
+    assert second(grad_clip=1e9) == pytest.approx(-0.0685, rel=0.1)
+    assert second(weight_decay=0.5) == pytest.approx(second() - 0.1 * 0.5, rel=1e-3)
+
+
+def test_a_drafter_is_given_the_keys_and_values_it_reads(pretrained):
+    class Reads(Medusa):
+        kv_layers = (1,)
+
+    drafter = Reads(gamma=2, num_heads=2)
+    args = pretrained.target, pretrained.params, drafter, TEXTS, None, None
+    ((k, v),) = training._reader(*args)(np.arange(2)).kv
+    assert k.shape == v.shape == (2, 2, 16, 8)
+
+
+def test_a_cache_is_read_by_the_rows_of_the_mesh():
+    class Cache(feature_cache.FeatureCache):
+        def batch(self, *args):
+            return args
+
+    cache, mesh = Cache(np.zeros(1), np.zeros(1)), MeshShape().make(jax.devices()[:1])
+    read = training._reader(None, None, DRAFTER, TEXTS, cache, mesh)
+    rows = np.arange(2)
+    assert read(rows) == (TEXTS, rows, mesh)

@@ -49,8 +49,7 @@ class Bench:
             temperatures = (0.0,) if self.quick else (0.0, 1.0)
         if not temperatures:
             raise ValueError("--temperature needs at least one number, such as 0 or 1.")
-        if self.out is not None and self.out.exists() and not self.out.is_dir():
-            raise FileExistsError(f"--out needs a folder; {self.out} is a file.")
+        common.check_folder("--out", self.out)
         pretrained = targets.load(self.target)
         tasks = self._tasks()
         settings = bench.Settings(

@@ -9,8 +9,6 @@ import pathlib
 import platform
 import re
 import sys
-import types
-import typing
 from typing import Any
 
 
@@ -30,6 +28,8 @@ def parse_fields(pairs: tuple[str, ...]) -> dict[str, Any]:
         name, found, value = pair.partition("=")
         if not found or not name.isidentifier():
             raise ValueError(f"a field is name=value, got {pair!r}.")
+        if name in fields:
+            raise ValueError(f"--field {pair}: {name} is given twice; leave out one.")
         with contextlib.suppress(json.JSONDecodeError):
             value = json.loads(value)
         fields[name] = tuple(value) if isinstance(value, list) else value
@@ -38,6 +38,8 @@ def parse_fields(pairs: tuple[str, ...]) -> dict[str, Any]:
 
 def check_fields(drafter: str, cls: type, fields: dict[str, Any]) -> None:
     """Refuses fields that a drafter has not, and values that are not of their type."""
+    from specjax.checkpoints import fits
+
     known = {f.name: f.type for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     known.pop("topology", None)  # of a run, not of a training
     for name, value in fields.items():
@@ -45,7 +47,7 @@ def check_fields(drafter: str, cls: type, fields: dict[str, Any]) -> None:
             raise ValueError(
                 f"{drafter} has no field {name}; it has {', '.join(sorted(known))}."
             )
-        if not _fits(value, known[name]):
+        if not fits(value, known[name]):
             kind = known[name]
             kind = kind.__name__ if isinstance(kind, type) else str(kind)
             kind = kind.replace("typing.", "")
@@ -53,20 +55,6 @@ def check_fields(drafter: str, cls: type, fields: dict[str, Any]) -> None:
                 f"--field {name}={value}: {drafter} needs {kind} there; lists are "
                 "written [1,2]."
             )
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value read from JSON may stand in a field of a type."""
-    inner = typing.get_args(kind)
-    if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        return any(_fits(value, one) for one in inner)
-    if typing.get_origin(kind) is typing.Literal:
-        return value in inner
-    if typing.get_origin(kind) is tuple:
-        return type(value) is tuple and all(_fits(x, inner[0]) for x in value)
-    if kind is float:
-        return type(value) in (int, float)
-    return kind is type(value)
 
 
 def names_in(flag: str, text: str) -> list[str]:
@@ -103,7 +91,7 @@ def check_rule(rule: str | None) -> None:
 
 def load_drafter(spec: str, target_name: str, pretrained: Any):
     """A shipped drafter by its name, any by its folder, `mtp` of the target's own."""
-    from specjax import checkpoints, drafters
+    from specjax import checkpoints, drafters, joint
 
     shipped = checkpoints.shipped(target_name)
     if spec in shipped:
@@ -128,6 +116,7 @@ def load_drafter(spec: str, target_name: str, pretrained: Any):
         return checkpoints.assistant(folder, config, pretrained.dtype)
     shared = pretrained.target.shared(pretrained.params)
     name, drafter, params = checkpoints.load(folder, shared, pretrained.dtype)
+    joint.check(pretrained, params)
     return name, drafter, params
 
 
@@ -165,12 +154,21 @@ def with_tree(drafter: Any, spec: str | None) -> Any:
     return dataclasses.replace(drafter, topology=tree)
 
 
-def check_writable(path: pathlib.Path | None) -> None:
+def check_folder(flag: str, path: pathlib.Path | None) -> None:
+    """Refuses a folder that cannot be made, before the work and not after it."""
+    for place in (path, *path.absolute().parents) if path else ():
+        if place.exists() and not place.is_dir():
+            raise NotADirectoryError(
+                f"{flag} {path} needs a folder; {place} is a file."
+            )
+
+
+def check_writable(path: pathlib.Path | None, flag: str = "--json") -> None:
     """Refuses a file that cannot be written, before the work and not after it."""
     if path is None:
         return
     if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder; --json needs a file.")
+        raise IsADirectoryError(f"{path} is a folder; {flag} needs a file.")
     if not path.parent.is_dir():
         raise FileNotFoundError(
             f"no folder {path.parent} to write {path.name} in; create it first."

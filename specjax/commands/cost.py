@@ -9,6 +9,12 @@ from specjax.commands import common
 
 ALPHAS = (0.5, 0.6, 0.7, 0.8, 0.9)  # that speedups are shown for
 TREES = (8, 16, 32)  # nodes of the trees that are looked for
+MAX_GAMMA = 256  # drafts are traced whole
+MEASURED = ("gammas", "target", "temperature", "tasks", "num_prompts")
+MEASURED += ("max_new_tokens", "repeats", "seed")
+PLANNED = ("chips", "model", "context", "max_gamma", "draft_vocab", "weight_bytes")
+PLANNED += ("cache_bytes", "bandwidth_share", "compute_share")
+PLANNED += ("collective_us", "pass_us")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,18 +64,28 @@ class Cost:
             raise ValueError("--batch needs at least one number, such as 1.")
         if bad := [a for a in self.alpha if not 0 <= a <= 1]:
             raise ValueError(f"--alpha {bad[0]} is no acceptance rate; give 0 to 1.")
-        if self.chip is None and (self.model or self.chips != 1):
-            raise ValueError(
-                "--model and --chips are of a plan; name its --chip, such as h100."
-            )
-        if self.chip is not None and self.gammas:
-            raise ValueError("a plan has every gamma up to --max-gamma; not --gammas.")
+        self._check_kind()
         result = self._measure() if self.chip is None else self._plan()
         if self.json:
             from specjax import console
 
             console.write_json(self.json, result | {"versions": common.versions()})
             print(f"wrote {self.json}")
+
+    def _check_kind(self) -> None:
+        """Refuses flags of a plan in a measurement, and the other way round."""
+        default = {f.name: f.default for f in dataclasses.fields(self)}
+        given = [n for n in MEASURED + PLANNED if getattr(self, n) != default[n]]
+        for name in given:
+            flag = f"--{name.replace('_', '-')} {getattr(self, name)}"
+            if self.chip is None and name in PLANNED:
+                raise ValueError(f"{flag} is of a plan; name its --chip, such as h100.")
+            if self.chip is not None and name == "gammas":
+                raise ValueError(
+                    "a plan has every gamma up to --max-gamma; not --gammas."
+                )
+            if self.chip is not None and name in MEASURED:
+                raise ValueError(f"{flag} is of a measurement here; leave out --chip.")
 
     # ---- measured
 
@@ -79,6 +95,7 @@ class Cost:
         common.check_range("--num-prompts", self.num_prompts, 1)
         common.check_range("--max-new-tokens", self.max_new_tokens, 8)
         common.check_range("--repeats", self.repeats, 1)
+        common.names_in("--tasks", self.tasks)
         pretrained = targets.load(self.target)
         loaded = self._load(pretrained)
         out = common.terminal()
@@ -248,7 +265,7 @@ class Cost:
             raise ValueError(
                 f"unknown chip {self.chip!r}; known: {', '.join(roofline.CHIPS)}."
             )
-        common.check_range("--max-gamma", self.max_gamma, 1)
+        common.check_range("--max-gamma", self.max_gamma, 1, MAX_GAMMA)
         if len(self.batch) != 1:
             raise ValueError("a plan is for one --batch; call it once for each.")
         setup = roofline.Setup(
@@ -266,6 +283,8 @@ class Cost:
         name = self.model or "llama-3.1-8b"
         plan = roofline.Plan(roofline.model(name), setup)
         plan.check_memory()
+        V = plan.config.vocab_size
+        common.check_range("--draft-vocab", self.draft_vocab, 1, V)
         alphas: tuple[float, ...] = self.alpha or (0.8,)
         rows = []
         for spec in self._planned():

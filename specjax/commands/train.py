@@ -54,13 +54,20 @@ class Train:
     process_id: int | None = None
 
     def run(self) -> None:
-        from specjax import drafters, preemption, sharding, targets, training
+        from specjax import corpus, drafters, preemption, sharding, targets, training
 
         drafters.get(self.drafter)  # an unknown name says which are known
         common.check_writable(self.json)
-        common.check_range("--length", self.length, 2)
+        common.check_folder("--out", self.out)
+        common.check_folder("--feature-cache", self.feature_cache)
+        common.check_range("--length", self.length, corpus.MIN_ANSWER)
         common.check_range("--self-prompts", self.self_prompts, 1)
         common.check_seed(self.seed)
+        if self.regenerate and not self.data:
+            raise ValueError(
+                "--regenerate lets the target answer the prompts of --data; give it "
+                "too. Without data the target writes prompts and answers anyway."
+            )
         mesh = self._mesh()
         settings = {
             name: getattr(self, name)

@@ -27,7 +27,7 @@ class FindTree:
     def run(self) -> None:
         from specjax import corpus, joint, search, targets, tree
 
-        common.check_writable(self.out)
+        common.check_writable(self.out, "--out")
         common.check_range("--nodes", self.nodes, 2)
         common.check_range("--ranks", self.ranks, 1)
         common.check_range("--num-prompts", self.num_prompts, 2)
