@@ -50,8 +50,8 @@ def features(target: Target, taps, params, tokens, mask, *, kv_layers=()) -> Bat
         cache = target.init_cache(B, max(T, 2), params["embed"].dtype)
     out = target(params, tokens, cache, taps=taps)
     of = lambda i: tuple(x[:, :, :T] for x in (out.cache.k[i], out.cache.v[i]))
-    states = map(sharding.constrain_batch, (out.features, out.hidden))
-    batch = Batch(tokens, mask, *states, tuple(map(of, kv_layers)))
+    own, last = map(sharding.constrain_batch, (out.features, out.hidden))
+    batch = Batch(tokens, mask, own, last, tuple(map(of, kv_layers)))
     return jax.lax.stop_gradient(batch)
 
 
