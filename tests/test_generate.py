@@ -1,5 +1,6 @@
 """The engine: ends of a text, batches, limits, accounting and what is compiled."""
 
+import contextlib
 import functools
 import itertools
 
@@ -10,16 +11,18 @@ import pytest
 from scripted import recite
 
 from specjax import metrics, testing
+from specjax.drafters.medusa import Medusa
 from specjax.generate import (
     Model,
     Weights,
     advance,
     autoregressive,
+    check,
     generate,
     start,
     stream,
 )
-from specjax.sampling import Sampling
+from specjax.sampling import GREEDY, Sampling
 
 EOS = 0
 PROMPT = [1, 1]
@@ -206,3 +209,15 @@ def test_the_baseline_is_the_same_run_without_drafts():
     assert [len(t) for t in run.tokens] == (
         np.asarray(run.trace.num_committed).sum(1) + 1
     ).tolist()
+
+
+@pytest.mark.parametrize(("tap", "fits"), [(5, False), (-6, False), (4, True)])
+def test_a_drafter_of_a_deeper_target_is_refused(tap, fits):
+    class Deep(Medusa):
+        taps = (tap,)
+
+    target, _ = testing.tiny_target(num_layers=4)
+    model = Model(target, Deep(gamma=2, num_heads=2), GREEDY)
+    deep = pytest.raises(ValueError, match=rf"reads states \[{tap}\] of a target")
+    with contextlib.nullcontext() if fits else deep:
+        check(model)
