@@ -133,6 +133,10 @@ def dense(
     Weights lie as on disk, output first. On the CPU a product of few rows is bound by
     reading w, and XLA's default is slow beyond one; see `_few_rows` and `_each_row`.
     """
+    if sharding.in_use():  # axes of w stay apart: they may be split
+        last = ((x.ndim - 1,), (w.ndim - 1,)), ((), ())
+        out = jax.lax.dot_general(x, w, last, preferred_element_type=jnp.float32)
+        return out.astype(dtype or x.dtype)
     rows = x.reshape(-1, x.shape[-1])
     matrix = w.reshape(-1, w.shape[-1])
     if 1 < rows.shape[0] <= 8 and matrix.size <= CACHED:

@@ -174,6 +174,7 @@ def test_a_pass_split_over_heads_has_two_all_reduces_a_layer():
         run = jax.jit(lambda p, t: target.logits(p, target(p, t).hidden))
         text = run.lower(placed, tokens).compile().as_text()
     assert text.count(" all-reduce(") == 2 * 2 + 1
+    assert " all-gather(" not in text
 
 
 def test_experts_and_layers_are_split_as_their_products_need():
