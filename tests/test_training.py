@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -239,7 +240,8 @@ def test_a_cache_is_read_by_the_rows_of_the_mesh():
         def batch(self, *args):
             return args
 
-    cache, mesh = Cache(np.zeros(1), np.zeros(1)), MeshShape().make(jax.devices()[:1])
+    cache = Cache(pathlib.Path(), np.dtype([]), 1)
+    mesh = MeshShape().make(jax.devices()[:1])
     read = training._reader(None, None, DRAFTER, TEXTS, cache, mesh)
     rows = np.arange(2)
     assert read(rows) == (TEXTS, rows, mesh)
