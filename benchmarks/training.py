@@ -1,24 +1,28 @@
-"""Training tokens/s of EAGLE's layer, beside the same layer in PyTorch.
+"""Training steps of drafters: FLOP/s against the peak, EAGLE's beside PyTorch's.
 
-    python benchmarks/training.py --reference PYTHON     PYTHON has torch, transformers
-    python benchmarks/training.py                        ours alone, against the peak
+    python benchmarks/training.py                        every drafter, against the peak
+    python benchmarks/training.py --drafters eagle --reference PYTHON
+                                            PYTHON has torch, transformers
+    python benchmarks/training.py --target smollm2-135m --batch-size 2 --repeats 3
     python benchmarks/training.py --smoke                seconds, a random small model
 
-Optimiser steps of `eagle` on given features of a batch, ten at a time: what `specjax
-train` does, the acceptance that it logs once in ten steps included. The reference is
-built as the public code is: a linear that joins token and feature, `transformers` Llama
-layer without its input norm, the frozen head, smooth L1 and soft cross-entropy,
-clipping and AdamW, in float32 and eager as its authors run it; it logs nothing. Both
-are timed by turns in one run, with as many threads as they like. FLOP/s count 6 a
-weight and token of the layer and 4 of the frozen head; the peak is that of a matrix
-product in the same run.
+Optimiser steps on given features of a batch, ten at a time: what `specjax train` does,
+the acceptance that it logs once in ten steps included. FLOP are those of the matrix
+products of the traced programs (`work.count`), the frozen head's among them; the peak
+is that of a matrix product in the same run. The reference is EAGLE built as the public
+code is: a linear that joins token and feature, `transformers` Llama layer without its
+input norm, the frozen head, smooth L1 and soft cross-entropy, clipping and AdamW, in
+float32 and eager as its authors run it; it logs nothing. All are timed by turns in one
+run, with as many threads as they like.
 """
 
 import contextlib
 import dataclasses
+import functools
 import json
 import pathlib
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +30,8 @@ import numpy as np
 import timing
 import tyro
 
-from specjax import drafters, targets, testing, training
+from specjax import drafters, joint, targets, testing, training, work
+from specjax.drafters import base
 from specjax.drafters.base import Batch
 from specjax.targets.base import Pretrained
 
@@ -34,6 +39,7 @@ from specjax.targets.base import Pretrained
 @dataclasses.dataclass(frozen=True)
 class Config:
     target: str = "tiny"  # a ready name, a folder or a hub id
+    drafters: tuple[str, ...] = tuple(drafters.REGISTRY)
     batch_size: int = 8
     length: int = 128  # tokens of a text
     repeats: int = 11
@@ -43,36 +49,56 @@ class Config:
     smoke: bool = False  # a random small model, two turns
 
 
-def make_batch(pretrained: Pretrained, config: Config) -> Batch:
+def make_batch(pretrained: Pretrained, drafter: Any, config: Config) -> Batch:
     """Random tokens and features: what is in them changes no time."""
     c, rng = pretrained.target.config, np.random.default_rng(config.seed)
     shape = config.batch_size, config.length
     tokens = jnp.asarray(rng.integers(0, c.vocab_size, shape), jnp.int32)
-    hidden = jnp.asarray(rng.normal(size=(*shape, c.width)), jnp.float32)
-    return Batch(tokens, jnp.ones(shape, bool), hidden, hidden)
+    wide = lambda n: jnp.asarray(rng.normal(size=(*shape, n * c.width)), jnp.float32)
+    slots = config.batch_size, c.num_kv_heads, config.length, c.head_width
+    kv = lambda: jnp.asarray(rng.normal(size=slots), jnp.float32)
+    pairs = tuple((kv(), kv()) for _ in base.kv_layers(drafter))
+    mask = jnp.ones(shape, bool)
+    return Batch(tokens, mask, wide(len(drafter.taps)), wide(1), pairs)
 
 
-def our_step(pretrained: Pretrained, batch: Batch) -> tuple[Callable[[], float], int]:
-    """Seconds of a step, and the weights that it trains."""
-    shared = pretrained.target.shared(pretrained.params)
+def our_step(
+    pretrained: Pretrained, name: str, config: Config
+) -> tuple[Callable[[], float], float]:
+    """Seconds of a step, and its FLOP."""
+    target, settings = pretrained.target, training.TrainConfig()
+    mask = target.config.vocab_size - 1
+    drafter = drafters.get(name).for_target(target.config, mask)
+    batch, key = make_batch(pretrained, drafter, config), jax.random.key(0)
+    shared = target.shared(pretrained.params)
     shared = jax.tree.map(lambda x: x.astype(jnp.float32), shared)
-    drafter = drafters.get("eagle").for_target(pretrained.target.config, None)
-    settings = training.TrainConfig()
-    params = jax.jit(drafter.init)(jax.random.key(0), shared)
-    state = settings.optimiser().init(params)
-    held = [params, state]
+    learner: Any = drafter
+    if base.joint(drafter) is None:
+        params, context = jax.jit(drafter.init)(key, shared), shared
+    else:
+        learner = joint.Learner(drafter, target)
+        params = learner.start(key, shared, pretrained.params, None)
+        context = joint.Context(shared, pretrained.params, jnp.float32(1))
+    held = [params, settings.optimiser().init(params)]
 
     def steps():
-        given = shared, batch, jax.random.key(0)
-        logs = training.measure(drafter, held[0], *given)
+        logs = training.measure(learner, held[0], context, batch, key)
         for _ in range(STEPS):
             *held[:], logs["step"] = training.train_step(
-                drafter, settings, *held, *given
+                learner, settings, *held, context, batch, key
             )
         return logs
 
-    size = sum(x.size for x in jax.tree.leaves(params))
-    return lambda: timing.timed(steps) / STEPS, size
+    def flop(function, *args) -> float:
+        whole = lambda weights, cache, *args: function(*args)
+        found = work.count(whole, work.Ends(set()), (), (), *args)
+        return found.flops + found.cache_flops
+
+    given = context, batch, key
+    step = functools.partial(training.train_step, learner, settings)
+    judge = functools.partial(training.measure, learner)
+    total = STEPS * flop(step, *held, *given) + flop(judge, held[0], *given)
+    return lambda: timing.timed(steps) / STEPS, total / STEPS
 
 
 STEPS = training.TrainConfig().log_every
@@ -137,45 +163,49 @@ def peak(size: int) -> tuple[Callable[[], float], float]:
 def main(config: Config) -> list[dict]:
     if config.smoke:
         config = dataclasses.replace(
-            config, batch_size=2, length=16, repeats=2, reference=None
+            config,
+            drafters=("eagle", "medusa2"),
+            batch_size=2,
+            length=16,
+            repeats=2,
+            reference=None,
         )
         target, params = testing.tiny_target()
         pretrained = Pretrained("random", target, params, None, ())
     else:
         pretrained = targets.load(config.target)
-    c, rows = pretrained.target.config, config.batch_size * config.length
-    ours, num_weights = our_step(pretrained, make_batch(pretrained, config))
+    rows = config.batch_size * config.length
+    made = {name: our_step(pretrained, name, config) for name in config.drafters}
     product, flop = peak(128 if config.smoke else 2048)
-    ways = {"specjax": ours, "matrix product": product}
+    ways = {name: run for name, (run, _) in made.items()} | {"matrix product": product}
+    flops = {name: n for name, (_, n) in made.items()} | {"matrix product": flop}
     with contextlib.ExitStack() as stack:
         if config.reference is not None:
             job = reference_job(pretrained, config)
             beside = timing.other_python(config.reference, WORKER, job)
             name, run = stack.enter_context(beside)
-            ways[name] = run
+            ways[name], flops[name] = run, flops["eagle"]
         seconds = timing.by_turns(ways, config.repeats)
 
-    step_flop = rows * (6.0 * num_weights + 4.0 * c.vocab_size * c.width)
-    rates = {name: step_flop / s for name, s in seconds.items()}
-    rates["matrix product"] = flop / seconds["matrix product"]
+    rates = {name: flops[name] / s for name, s in seconds.items()}
     table = []
     for name, s in seconds.items():
         trains = name != "matrix product"
+        beside = config.reference is not None and trains and name not in made
         table.append(
             {
                 "way": name,
                 "ms": float(np.median(s)) * 1e3,
                 "tokens/s": float(np.median(rows / s)) if trains else None,
-                "specjax / it": float(np.median(s / seconds["specjax"])),
+                "eagle / it": float(np.median(s / seconds["eagle"]))
+                if beside
+                else None,
+                "GFLOP": flops[name] / 1e9,
                 "GFLOP/s": float(np.median(rates[name])) / 1e9,
                 "/ peak": float(np.median(rates[name] / rates["matrix product"])),
             }
         )
-        if not trains:
-            table[-1]["specjax / it"] = None
-    title = (
-        f"training eagle for {pretrained.name}, {num_weights} weights, {rows} tokens"
-    )
+    title = f"training steps for {pretrained.name}, {rows} tokens"
     timing.report(title, table, dataclasses.asdict(config), config.json)
     return table
 
