@@ -16,14 +16,14 @@ TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 24, (1, 72)), jnp.int3
 
 
 def states(target, params, tokens=TOKENS):
-    return target(params, tokens, taps=(1, 3)).features
+    run = jax.jit(lambda params, tokens: target(params, tokens, taps=(1, 3)).features)
+    return run(params, tokens)
 
 
-@pytest.mark.parametrize("windows", [(), (None, 7, 7, None)])
-def test_a_few_queries_a_time_give_the_states_of_all_at_once(windows, monkeypatch):
-    target, params = testing.tiny_target(windows=windows)
+def test_a_few_queries_a_time_give_the_states_of_all_at_once(monkeypatch):
+    target, params = testing.tiny_target(windows=(None, 7, 7, None))
     whole = states(target, params)
-    slope = jax.grad(lambda p: jnp.sum(states(target, p) ** 2))(params)
+    slope = jax.jit(jax.grad(lambda p: jnp.sum(states(target, p) ** 2)))(params)
     monkeypatch.setattr(layers, "LONG", 2 * 72 * 5)  # 4 queries: 5 do not divide 72
     program = str(jax.make_jaxpr(target)(params, TOKENS))
     assert "72,72" not in program  # neither scores nor mask
@@ -31,11 +31,12 @@ def test_a_few_queries_a_time_give_the_states_of_all_at_once(windows, monkeypatc
     scanned = Scanned(target)
     found = states(scanned, scanned.stack(params))
     np.testing.assert_allclose(found, whole, atol=1e-4)
-    few = jax.grad(lambda p: jnp.sum(states(target, p) ** 2))(params)
+    few = jax.jit(jax.grad(lambda p: jnp.sum(states(target, p) ** 2)))(params)
     for a, b in zip(jax.tree.leaves(few), jax.tree.leaves(slope), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gemma", "deepseek"])
 def test_other_targets_go_a_few_queries_a_time_too(kind, monkeypatch, tmp_path):
     if kind == "gemma":
@@ -76,6 +77,7 @@ def test_one_text_is_split_by_its_tokens(monkeypatch):
     assert not [x for x in text.splitlines() if "all-gather" in x and ",72,72]" in x]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [None, MeshShape(data=2, fsdp=2, tensor=2)])
 def test_segments_of_one_long_text_have_the_gradient_of_a_short_one(mesh, monkeypatch):
     target, params = testing.tiny_target()

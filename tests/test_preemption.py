@@ -114,6 +114,7 @@ def logged(folder):
     return [json.loads(line)["step"] for line in lines]
 
 
+@pytest.mark.slow
 def test_a_run_stopped_while_compiling_and_in_a_step_ends_as_one_that_was_not(
     command, tmp_path
 ):

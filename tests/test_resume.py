@@ -364,13 +364,10 @@ def forks(tmp_path_factory):
     forks.process.communicate()
 
 
-@pytest.mark.parametrize(
-    ("kills", "total"), [(3, 16), pytest.param(20, 60, marks=pytest.mark.slow)]
-)
-def test_a_run_that_is_killed_again_and_again_ends_as_one_that_is_not(
-    forks, tmp_path, kills, total
-):
+@pytest.mark.slow
+def test_a_run_that_is_killed_again_and_again_ends_as_one_that_is_not(forks, tmp_path):
     """A checkpoint is written at every step, so most kills are during a save."""
+    kills, total = 20, 60
     forks.start(tmp_path / "whole", total)
     assert forks.rest() == (list(range(1, total + 1)), 0)
     rng, folder, reached, cut = random.Random(kills), tmp_path / "killed", 0, 0

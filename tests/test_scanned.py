@@ -1,5 +1,7 @@
 """Stacked layers against the same layers one by one."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,9 +55,10 @@ def test_dense_and_expert_layers_are_two_runs():
     )
     scanned = Scanned(DeepSeek(config))
     assert [(a, b) for _, a, b in scanned.runs()] == [(0, 2), (2, 5)]
-    params = scanned.target.init(jax.random.key(0))
-    want = scanned.target(params, TOKENS, taps=(1, 3))
-    have = scanned(scanned.stack(params), TOKENS, taps=(1, 3))
+    params = jax.jit(scanned.target.init)(jax.random.key(0))
+    run = lambda target: jax.jit(functools.partial(target, taps=(1, 3)))
+    want = run(scanned.target)(params, TOKENS)
+    have = run(scanned)(scanned.stack(params), TOKENS)
     np.testing.assert_allclose(have.features, want.features, atol=1e-5)
 
 
