@@ -721,3 +721,9 @@ def test_help_is_no_error():
     assert status == 0
     assert all(name in out for name in ("bench", "cost", "generate", "drafters"))
     assert tempfile.gettempdir() not in out
+
+
+def test_bench_says_how_far_a_tuned_target_is_from_the_one_named():
+    notes = bench.Bench(drafters="medusa,medusa2")._tuned_targets("tiny")
+    assert len(notes) == 1
+    assert re.match(r"medusa2: lossless to the target that was .* at 96.5%", notes[0])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import json
 import os
 import pathlib
 import sys
@@ -110,15 +111,7 @@ class Bench:
 
     def _load(self, pretrained) -> list[tuple[str, str, Any, Any]]:
         """Label, name, drafter and weights of each; labels differ, names need not."""
-        from specjax import checkpoints
-
-        names = common.names_in("--drafters", self.drafters)
-        if "all" in names and len(names) > 1:
-            raise ValueError(
-                f"--drafters {self.drafters}: all are all; leave out the others."
-            )
-        if names == ["all"]:
-            names = list(checkpoints.shipped(self.target))
+        names = self._names()
         if not names:
             raise FileNotFoundError(
                 f"no drafter is shipped for target {self.target!r}; train one with "
@@ -136,6 +129,33 @@ class Bench:
             for spec, (name, drafter, params) in zip(names, loaded, strict=True)
         ]
 
+    def _names(self) -> list[str]:
+        from specjax import checkpoints
+
+        names = common.names_in("--drafters", self.drafters)
+        if "all" in names and len(names) > 1:
+            raise ValueError(
+                f"--drafters {self.drafters}: all are all; leave out the others."
+            )
+        return list(checkpoints.shipped(self.target)) if names == ["all"] else names
+
+    def _tuned_targets(self, target_name: str) -> list[str]:
+        """How far from the target those are that drafters were trained with."""
+        notes = []
+        for spec in self._names():
+            folder = common.drafter_folder(spec, self.target)
+            path = None if folder is None else folder / "drafter.json"
+            if path is None or not path.is_file():
+                continue
+            quality = json.loads(path.read_text()).get("about", {}).get("quality")
+            if quality:
+                notes.append(
+                    f"{spec}: lossless to the target that was trained with it, which "
+                    f"chooses as {target_name} does at {quality['agreement']:.1%} of "
+                    f"held-out tokens (KL {quality['kl']:.4f} nats)."
+                )
+        return notes
+
     def _tasks(self) -> dict[str, list[str]]:
         from specjax import corpus
 
@@ -149,10 +169,13 @@ class Bench:
 
         where = f"{pretrained.name} on {common.device()}"
         common.terminal().print(console.bench_table(rows, where))
+        notes = self._tuned_targets(pretrained.name)
+        print("".join(f"{note}\n" for note in notes), end="")
         result = {
             "target": pretrained.name,
             "settings": dataclasses.asdict(settings),
             "rows": rows,
+            "notes": notes,
             "versions": common.versions(),
             "device": common.device(),
         }

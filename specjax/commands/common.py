@@ -89,19 +89,29 @@ def check_rule(rule: str | None) -> None:
         verify.get(rule)
 
 
+def drafter_folder(spec: str, target_name: str) -> pathlib.Path | None:
+    """The folder of a shipped drafter or of one that is named by it; None: neither."""
+    from specjax import checkpoints
+
+    shipped = checkpoints.shipped(target_name)
+    if spec in shipped:
+        return shipped[spec]
+    if os.sep not in spec and not pathlib.Path(spec).is_dir():
+        return None
+    folder = pathlib.Path(spec)
+    inside = folder / "drafter"  # what `specjax train --out` makes
+    if not (folder / "drafter.json").is_file() and inside.is_dir():
+        return inside
+    return folder
+
+
 def load_drafter(spec: str, target_name: str, pretrained: Any):
     """A shipped drafter by its name, any by its folder, `mtp` of the target's own."""
     from specjax import checkpoints, drafters, joint
 
-    shipped = checkpoints.shipped(target_name)
-    if spec in shipped:
-        folder = shipped[spec]
-    elif os.sep in spec or pathlib.Path(spec).is_dir():
-        folder = pathlib.Path(spec)
-        inside = folder / "drafter"  # what `specjax train --out` makes
-        if not (folder / "drafter.json").is_file() and inside.is_dir():
-            folder = inside
-    else:
+    folder = drafter_folder(spec, target_name)
+    if folder is None:
+        shipped = checkpoints.shipped(target_name)
         config, dtype = pretrained.target.config, pretrained.dtype
         if spec == "mtp" and (own := checkpoints.inside(target_name, config, dtype)):
             return own
