@@ -183,7 +183,8 @@ def test_bench_writes_a_row_for_each_temperature(world, tmp_path, temperatures):
     )
     assert status == 0, err
     result = json.loads((tmp_path / "b.json").read_text())
-    assert set(result) == {"target", "settings", "rows", "versions", "device"}
+    names = {"target", "settings", "rows", "notes", "versions", "device"}
+    assert set(result) == names
     assert result["target"] == "toy"
     assert tuple(result["settings"]["temperatures"]) == temperatures
     assert tuple(r["temperature"] for r in result["rows"]) == temperatures

@@ -124,3 +124,20 @@ def test_the_command(tmp_path, capsys):
         with pytest.raises(SystemExit):
             cli.main(["plan", *shape, *size, *wrong])
         assert says in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "drafter", "active"),
+    [("llama-3.1-70b", "eagle3", 68.4e9), ("deepseek-v3", "mtp", 36.6e9)],
+)
+def test_large_targets_compile_from_their_shape_alone(model, drafter, active):
+    """No weight exists; flops are two a weight that a token uses, and its attention."""
+    job = plan.Job(roofline.MODELS[model], drafter, MeshShape(fsdp=4, tensor=2))
+    large = plan.Plan(job)
+    arguments = large.features.arguments
+    assert arguments == large.bytes(large.params) + 8 // 4 * 2048 * 5
+    whole = sum(2 * x.size for x in jax.tree.leaves(large.params))
+    assert whole / 8 < arguments < 1.1 * whole / 8
+    _, per_token = roofline.attention(job.config, job.length)
+    assert large.flops["target"] == pytest.approx(2 * active + per_token, rel=0.02)
