@@ -169,6 +169,12 @@ def load(
             f"the drafter in {folder} does not fit this target: missing "
             f"{sorted(missing)}, not used {sorted(extra)}, other shapes {wrong}."
         )
+    broken = [p for p in paths if not np.all(np.isfinite(np.float32(tensors[p])))]
+    if broken:
+        raise ValueError(
+            f"the drafter in {folder} has weights that are no finite numbers in "
+            f"{', '.join(broken)}; train it again at a lower rate."
+        )
     arrays = [jnp.asarray(tensors[p], dtype) for p in paths]
     params = jax.tree_util.tree_unflatten(structure, arrays)
     return name, drafter, params | jax.tree.map(lambda x: jnp.asarray(x, dtype), moved)

@@ -149,6 +149,14 @@ def test_a_damaged_drafter_is_one_line(saved, damage):
     assert "\n" not in str(error.value)
 
 
+def test_weights_that_are_no_numbers_are_named(tmp_path):
+    drafter, params = make("medusa")
+    params = params | {"b": params["b"].at[0, 0].set(jnp.nan)}
+    checkpoints.save(tmp_path / "d", "medusa", drafter, params)
+    with pytest.raises(ValueError, match="no finite numbers in b; train it again"):
+        checkpoints.load(tmp_path / "d", shared())
+
+
 def test_what_is_unknown_is_named(saved):
     edit(saved, lambda s: s["config"].update(beta=1))
     with pytest.raises(ValueError, match="DraftModel has no field beta; its fields"):
