@@ -6,15 +6,15 @@ DFlash's table 9 (arXiv:2602.06036, Qwen3-4B, 5 layers, blocks of 8): target fea
 given to every layer as keys and values keep tau 4.2 / 4.0 / 3.0 on GSM8K, HumanEval and
 MT-bench, given to the input of the first layer alone 3.5 / 3.5 / 2.6.
 
-`tiny` has 8 layers where Qwen3-4B has 36, so depths here are 1, 2 and 4; the numbers of 5
-layers stand beside our 4. All have the same texts and steps (`trained.Budget`); more
+`tiny` has 8 layers where Qwen3-4B has 36, so depths here are 1, 2 and 4; the numbers of
+5 layers stand beside our 4. All have the same texts and steps (`trained.Budget`); more
 layers have more parameters and take longer. Both ways of injection have the same
 parameters (`drafters/block.py`, eq. 4).
 
 T = 1, slots drawn, asked at the same positions of the same texts
 (`conditional_acceptance.py`); tau is 1 + sum of survival. `gain` is over the first
-drafter named, with a 95 % bootstrap over prompts. Each is trained from every seed; counts
-are summed over them, and `by_seed` has the tau of each.
+drafter named, with a 95 % bootstrap over prompts. Each is trained from every seed;
+counts are summed over them, and `by_seed` has the tau of each.
 
     python experiments/block_depth.py      5 minutes, and 1 to 3 of training a drafter
 """
