@@ -207,6 +207,13 @@ def place(tree: Params, mesh: Mesh | None) -> Params:
     return jax.tree.map(put, tree, shardings(tree, mesh))
 
 
+def put(path: Sequence[str], x: np.ndarray, dtype: Any, mesh: Mesh) -> Array:
+    """One parameter on the mesh, cast part by part."""
+    split = NamedSharding(mesh, fit(axes_of(path, x.shape), x.shape, mesh))
+    part = lambda index: x[index].astype(dtype)
+    return jax.make_array_from_callback(x.shape, split, part)
+
+
 def rows(mesh: Mesh, shape: Sequence[int]) -> NamedSharding:
     """Of a batch [B T ..]: rows over data and fsdp, or the tokens of too few rows."""
     return NamedSharding(mesh, fit(_batch_axes(mesh, shape), shape, mesh))

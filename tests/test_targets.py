@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import pathlib
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from specjax import targets, testing
+from specjax import sharding, targets, testing
 from specjax.layers import Rope
 from specjax.targets import Tokenizer, convert
 
@@ -769,3 +770,23 @@ def test_float16_and_float32_files_are_cast_to_what_is_asked(tmp_path):
     half = {n: t.astype(np.float16) for n, t in tensors.items()}
     save_file(half, str(folder / "model.safetensors"))
     assert targets.from_folder(folder).dtype == jnp.float32
+
+
+def test_a_folder_is_read_onto_a_mesh_array_by_array(tmp_path, monkeypatch):
+    """Nothing is read before it is placed, and each device gets its part."""
+    tiny = targets.load("tiny")
+    targets.save_pretrained(tmp_path / "m", tiny)
+    order, get, put = [], targets.Stored.__array__, sharding.put
+    monkeypatch.setattr(
+        targets.Stored,
+        "__array__",
+        lambda self, *args, **more: order.append("read") or get(self, *args, **more),
+    )
+    monkeypatch.setattr(sharding, "put", lambda *x: order.append("put") or put(*x))
+    mesh = sharding.MeshShape(fsdp=2, tensor=2).make(jax.devices()[:4])
+    found = targets.load(str(tmp_path / "m"), mesh=mesh)
+    wanted = sharding.shardings(tiny.params, mesh)
+    same = lambda x, y, at: bool((x == y).all()) and x.sharding == at
+    assert jax.tree.all(jax.tree.map(same, found.params, tiny.params, wanted))
+    runs = [len(list(g)) for k, g in itertools.groupby(order) if k == "read"]
+    assert max(runs) <= 3  # q, k and v are one array here

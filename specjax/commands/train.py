@@ -76,10 +76,7 @@ class Train:
         }
         config = training.TrainConfig(remat=self.remat, **settings)
         with preemption.watch() as watch, sharding.use(mesh):
-            pretrained = targets.load(self.target)
-            pretrained = dataclasses.replace(
-                pretrained, params=sharding.place(pretrained.params, mesh)
-            )
+            pretrained = targets.load(self.target, mesh=mesh)
             self._train(pretrained, config, mesh, watch)
 
     def _mesh(self):

@@ -1,5 +1,6 @@
 """Targets by name: a ready one, a folder, a hub id or a .gguf file."""
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -14,7 +15,9 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
+from specjax import sharding
 from specjax.targets import convert
 from specjax.targets.base import Pretrained, Target
 from specjax.targets.tokenizer import Tokenizer, read_json
@@ -34,18 +37,28 @@ def cache_folder() -> pathlib.Path:
     return pathlib.Path(base) / "specjax"
 
 
-def load(name: str, dtype: Any = jnp.float32) -> Pretrained:
-    """Loads a target by a ready name, a folder, a .gguf file or a hub id."""
-    if name in NAMES:
-        return NAMES[name](dtype)
+def load(name: str, dtype: Any = jnp.float32, mesh: Mesh | None = None) -> Pretrained:
+    """Loads a target by a ready name, a folder, a .gguf file or a hub id.
+
+    With a mesh each array is put on it as it is read: of a folder no device and no host
+    ever holds more than its part and one array.
+    """
     path = pathlib.Path(name).expanduser()
-    if path.suffix == ".gguf":
-        return from_gguf(path, dtype)
-    if path.is_dir():
-        return from_folder(path, dtype)
-    if name.count("/") == 1 and not name.startswith((".", "/", "~")):
-        return from_folder(_from_hub(name), dtype, name)
-    raise ValueError(
+    if path.is_dir() and name not in NAMES:
+        return from_folder(path, dtype, mesh=mesh)
+    if name in NAMES:
+        found = NAMES[name](dtype)
+    elif path.suffix == ".gguf":
+        found = from_gguf(path, dtype)
+    elif name.count("/") == 1 and not name.startswith((".", "/", "~")):
+        return from_folder(_from_hub(name), dtype, name, mesh)
+    else:
+        raise _unknown(name)
+    return dataclasses.replace(found, params=sharding.place(found.params, mesh))
+
+
+def _unknown(name: str) -> ValueError:
+    return ValueError(
         f"unknown target {name!r}: give {', '.join(NAMES)}, a folder with config.json, "
         "a .gguf file or a hub id such as Qwen/Qwen3-0.6B."
     )
@@ -94,14 +107,17 @@ def _from_hub(repository: str, patterns: list[str] | None = None) -> pathlib.Pat
 
 
 def from_folder(
-    folder: pathlib.Path, dtype: Any = jnp.float32, name: str | None = None
+    folder: pathlib.Path,
+    dtype: Any = jnp.float32,
+    name: str | None = None,
+    mesh: Mesh | None = None,
 ) -> Pretrained:
     """Reads config.json, the safetensors (one or sharded) and the tokenizer."""
     if not _is_model(folder):
         raise FileNotFoundError(f"{folder} has no config.json; is it a model folder?")
     stored = read_json(folder / "config.json")
     config = convert.config_from_hf(stored)
-    params = convert.params_from_tensors(config, read_tensors(folder), dtype)
+    params = convert.params_from_tensors(config, read_tensors(folder), dtype, mesh)
     tokenizer = Tokenizer.from_folder(folder)
     # Marks of images may stand behind the text's ids; no text that fits has them.
     words = tokenizer.backend.get_vocab(with_added_tokens=False)
@@ -134,23 +150,36 @@ def _stops(tokenizer: Tokenizer, ids: list[int]) -> tuple[int, ...]:
     return tuple(sorted({*ids, *([] if end is None else [end])}))
 
 
-def read_tensors(folder: pathlib.Path) -> dict[str, np.ndarray]:
+class Stored:
+    """A tensor in a file: its shape is known, its numbers are read when asked for."""
+
+    def __init__(self, file: Any, name: str):
+        self.file, self.name = file, name
+        self.shape = tuple(file.get_slice(name).get_shape())
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        found = self.file.get_tensor(self.name)
+        return found if dtype is None else found.astype(dtype)
+
+
+def read_tensors(folder: pathlib.Path) -> dict[str, Stored]:
     """Every stored tensor of a model folder, under its name."""
-    from safetensors import SafetensorError
-    from safetensors.numpy import load_file
+    from safetensors import SafetensorError, safe_open
 
     index = folder / "model.safetensors.index.json"
     files = ["model.safetensors"]
     if index.is_file() and not (folder / files[0]).is_file():
         files = sorted(set(read_json(index)["weight_map"].values()))
-    tensors: dict[str, np.ndarray] = {}
+    tensors: dict[str, Stored] = {}
     for file in files:
         if not (folder / file).is_file():
             raise FileNotFoundError(
                 f"{folder} lacks {file}; only safetensors weights are read."
             )
         try:
-            tensors |= load_file(str(folder / file))
+            opened = safe_open(str(folder / file), framework="numpy")
+            names = list(opened.keys())
+            tensors |= {name: Stored(opened, name) for name in names}
         except SafetensorError as error:
             raise ValueError(
                 f"{folder / file} is damaged ({error}); fetch it again."

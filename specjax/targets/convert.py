@@ -11,7 +11,9 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
+from specjax import sharding
 from specjax.gemma import GemmaConfig
 from specjax.layers import Rope
 from specjax.mla import DeepSeekConfig
@@ -341,7 +343,10 @@ def _leaves(config: TransformerConfig) -> dict[str, Leaf]:
 
 
 def params_from_tensors(
-    config: TransformerConfig, tensors: Mapping[str, np.ndarray], dtype: Any
+    config: TransformerConfig,
+    tensors: Mapping[str, Any],
+    dtype: Any,
+    mesh: Mesh | None = None,
 ) -> Params:
     """Builds the parameter tree; names every tensor that is missing or not read."""
     if isinstance(config, GemmaConfig):
@@ -353,11 +358,11 @@ def params_from_tensors(
         ignored |= {n for n in tensors if deepseek.is_module(config, n)}
     if isinstance(config, GemmaConfig):
         ignored |= gemma.unused(config)
-    return _read(_leaves(config), tensors, dtype, ignored)
+    return _read(_leaves(config), tensors, dtype, ignored, mesh)
 
 
 def module_params(
-    config: DeepSeekConfig, tensors: Mapping[str, np.ndarray], dtype: Any
+    config: DeepSeekConfig, tensors: Mapping[str, Any], dtype: Any
 ) -> Params:
     """Parameters of the MTP modules that a target's file holds; {} if it holds none.
 
@@ -387,7 +392,7 @@ def module_params(
 
 
 def assistant(
-    config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], dtype: Any
+    config: Mapping[str, Any], tensors: Mapping[str, Any], dtype: Any
 ) -> tuple[dict[str, Any], Params]:
     """Fields and parameters of the drafter in a Gemma 4 assistant's files."""
     _refuse_quantised(config)
@@ -419,9 +424,10 @@ def assistant(
 
 def _read(
     leaves: Mapping[str, Leaf],
-    tensors: Mapping[str, np.ndarray],
+    tensors: Mapping[str, Any],
     dtype: Any,
     ignored: set[str],
+    mesh: Mesh | None = None,
 ) -> Params:
     """The tree of these leaves; names what is missing, left over or misshapen."""
     wanted = dict(pair for leaf in leaves.values() for pair in leaf.sources)
@@ -447,7 +453,11 @@ def _read(
         for parent in parents:
             at = at.setdefault(parent, {})
         parts = [np.asarray(tensors[name]) for name, _ in leaf.sources]
-        at[last] = jnp.asarray(leaf.join(parts), leaf.dtype or dtype)
+        whole, kind = leaf.join(parts), leaf.dtype or dtype
+        if mesh is None:
+            at[last] = jnp.asarray(whole, kind)
+        else:
+            at[last] = sharding.put(path.split("."), whole, kind, mesh)
     return params
 
 

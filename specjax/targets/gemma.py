@@ -97,7 +97,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return DEFAULTS[family] | dict(config)
 
 
-def text_tensors(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def text_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """The text model's tensors under the names of a text-only file."""
     found = {}
     for name, tensor in tensors.items():
