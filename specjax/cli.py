@@ -101,6 +101,9 @@ def main(args: list[str] | None = None) -> None:
     except preemption.Stopped as stop:
         if distributed.is_first():
             print(f"specjax: {stop}; run the same command to go on.")
+    except KeyboardInterrupt:
+        print("specjax: interrupted.", file=sys.stderr)
+        raise SystemExit(130) from None
     except EXPECTED as error:
         message = error.args[0] if isinstance(error, KeyError) else error
         if getattr(error, "errno", None) == errno.ENOSPC:

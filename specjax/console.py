@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -22,6 +23,8 @@ CSS = {
     OWN: "font-weight:bold",
     REJECTED: "color:#c00000;text-decoration:line-through;opacity:.7",
 }
+TAU = ["gamma", "tau [95 %]", "acceptance by position"]  # columns of bench
+WORTH = ["c", "v", "predicted", "measured", "lossless"]
 BRACKETS = {ACCEPTED: ("{", "}"), OWN: ("", ""), REJECTED: ("~", "~")}
 
 
@@ -134,42 +137,53 @@ def _groups(told) -> Iterator[tuple[str, list[int]]]:
         yield str(kind), group
 
 
-def bench_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
-    """The main job's table; one row per drafter, task and temperature."""
-    table = Table(title=title, title_justify="left", header_style="bold")
-    for name, justify in (
-        ("drafter", "left"),
-        ("task", "left"),
-        ("T", "right"),
-        ("gamma", "right"),
-        ("tau [95 %]", "right"),
-        ("acceptance by position", "left"),
-        ("c", "right"),
-        ("v", "right"),
-        ("predicted", "right"),
-        ("measured", "right"),
-        ("lossless", "center"),
-    ):
-        table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+def bench_tables(
+    rows: Sequence[dict[str, Any]], title: str, screen: Console
+) -> list[Table]:
+    """The main job's table; in two parts where the screen is too narrow."""
+    whole = _bench_table(rows, title, [*TAU, *WORTH])
+    wide = screen.options.update(max_width=1000)
+    if screen.measure(whole, options=wide).maximum <= screen.width:
+        return [whole]
+    halves = [(title, TAU), (None, WORTH)]
+    return [_bench_table(rows, name, columns, box.SIMPLE) for name, columns in halves]
+
+
+def _bench_table(
+    rows: Sequence[dict[str, Any]],
+    title: str | None,
+    columns: Sequence[str],
+    edges: box.Box = box.HEAVY_HEAD,
+) -> Table:
+    """One row per drafter, task and temperature."""
+    table = Table(title=title, title_justify="left", header_style="bold", box=edges)
+    if edges is box.SIMPLE:
+        table.padding, table.pad_edge, table.show_edge = (0, 1, 0, 0), False, False
+    names = ["drafter", "task", "T", *columns]
+    for name in names:
+        left = name in ("drafter", "task", "acceptance by position")
+        justify = "center" if name == "lossless" else "left" if left else "right"
+        table.add_column(name, justify=justify, no_wrap=True)
     before = None
     for r in rows:
         group = (r["drafter"], r["temperature"])
         if before not in (None, group):
             table.add_section()
         before = group
-        table.add_row(
-            r["drafter"],
-            r["task"],
-            f"{r['temperature']:g}",
-            str(r["gamma"]),
-            f"{r['tau']:.2f} [{r['tau_low']:.2f}, {r['tau_high']:.2f}]",
-            " ".join(_alpha(a) for a in r["alpha_by_position"]),
-            f"{r['draft_cost']:.2f}",
-            f"{r['verify_ratio']:.2f}",
-            f"{r['speedup_predicted']:.2f}x",
-            f"{r['speedup_measured']:.2f}x",
-            "yes" if r["lossless"] else "[bold red]NO[/]",
-        )
+        cells = {
+            "drafter": r["drafter"],
+            "task": r["task"],
+            "T": f"{r['temperature']:g}",
+            "gamma": str(r["gamma"]),
+            "tau [95 %]": f"{r['tau']:.2f} [{r['tau_low']:.2f}, {r['tau_high']:.2f}]",
+            "acceptance by position": " ".join(map(_alpha, r["alpha_by_position"])),
+            "c": f"{r['draft_cost']:.2f}",
+            "v": f"{r['verify_ratio']:.2f}",
+            "predicted": f"{r['speedup_predicted']:.2f}x",
+            "measured": f"{r['speedup_measured']:.2f}x",
+            "lossless": "yes" if r["lossless"] else "[bold red]NO[/]",
+        }
+        table.add_row(*(cells[name] for name in names))
     return table
 
 

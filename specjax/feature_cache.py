@@ -249,10 +249,18 @@ def _manifest(folder: pathlib.Path, about: dict[str, Any]) -> dict[str, Any]:
         differ += [n for n in ("shard_texts", "batch_size") if not found.get(n)]
     except (OSError, ValueError, AttributeError):
         differ = ["no manifest that can be read"]
+    hint = ""
+    if differ == ["fields"]:
+        kinds = [
+            "int8" if any(n.endswith("_scale") for n in each["fields"]) else "bfloat16"
+            for each in (found, about)
+        ]
+        if kinds[0] != kinds[1]:
+            hint = f" Its numbers are {kinds[0]}: --feature-dtype {kinds[0]} reads it."
     if differ:
         raise ValueError(
             f"{folder} is no feature cache of these texts, taps and target (it differs "
-            f"in: {', '.join(differ)}); name a new folder or delete it."
+            f"in: {', '.join(differ)}); name a new folder or delete it.{hint}"
         )
     return found
 

@@ -13,9 +13,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rich.console import Console
 from safetensors.numpy import load_file
 
-from specjax import checkpoints, cli, cost, drafters, joint, targets, testing
+from specjax import (
+    checkpoints,
+    cli,
+    console,
+    cost,
+    drafters,
+    joint,
+    targets,
+    testing,
+    training,
+)
 from specjax.certify import planted
 from specjax.commands import bench
 from specjax.targets import Tokenizer
@@ -722,6 +733,45 @@ def test_help_is_no_error():
     assert status == 0
     assert all(name in out for name in ("bench", "cost", "generate", "drafters"))
     assert tempfile.gettempdir() not in out
+
+
+def test_no_option_is_helped_by_the_comment_of_another():
+    """tyro takes a comment for all lines below it that have none."""
+    for command in ("bench", "certify", "cost", "generate", "plan", "train", "tree"):
+        _, out, _ = specjax(command, "--help")
+        words = " ".join(re.sub(r"[\u2500-\u257f]+", " ", out).split())
+        said = re.findall(r"(?<= )--[a-z].*?(?= --[a-z-]+[ ,]|$)", words)
+        said = [s.partition(" (default")[0].split(" ", 2)[-1] for s in said]
+        said = [s for s in said if len(s) > 25]
+        assert len(said) == len(set(said)), command
+    config = training.TrainConfig()
+    for value in (config.steps, config.batch_size, config.learning_rate):
+        assert f"None: {value} (default" in specjax("train", "--help")[1]
+
+
+def test_ctrl_c_ends_in_one_line(monkeypatch):
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench.Bench, "run", interrupted)
+    assert specjax("bench")[::2] == (130, "specjax: interrupted.\n")
+
+
+@pytest.mark.parametrize("width", [80, 150])
+def test_the_table_of_bench_fits_a_terminal(width):
+    row = dict(drafter="draft_model", task="code", temperature=0.7, gamma=7, tau=2.31)
+    row |= dict(tau_low=1.94, tau_high=3.05, alpha_by_position=[0.51] * 7)
+    row |= dict(draft_cost=12.34, verify_ratio=5.43, speedup_predicted=0.98)
+    row |= dict(speedup_measured=1.23, lossless=True)
+    screen = Console(width=width, file=io.StringIO())
+    tables = console.bench_tables([row], "here", screen)
+    assert len(tables) == 1 + (width == 80)
+    for table in tables:
+        screen.print(table)
+    out = screen.file.getvalue()
+    assert "\u2026" not in out and max(map(len, out.splitlines())) <= width
+    parts = ("draft_model", "0.7", "2.31 [1.94, 3.05]", ".51 " * 6, "12.34", "5.43")
+    assert all(part in out for part in (*parts, "0.98x", "1.23x", "yes"))
 
 
 def test_bench_says_how_far_a_tuned_target_is_from_the_one_named():

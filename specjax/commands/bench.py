@@ -21,12 +21,13 @@ class Bench:
     prompts: pathlib.Path | None = None  # .jsonl with `turns` or `prompt` instead
     # 0 and 1 if none is given; with --quick 0 alone, where a text proves itself.
     temperature: tuple[float, ...] | None = None
-    top_k: int | None = None
+
+    top_k: int | None = None  # likeliest tokens that are kept; None: all
     top_p: float = 1.0
     min_p: float = 0.0
-    gamma: int | None = (
-        None  # drafted tokens per round; each drafter's own if not given
-    )
+    # drafted tokens per round; each drafter's own if not given
+    gamma: int | None = None
+
     tree: str | None = None  # FILE.json, or dynamic:NODES:DEPTH[:WIDTH]; else a chain
     rule: str | None = None  # of `specjax certify`; None: the exact one that suits
     num_prompts: int = 8  # prompts a task, spread evenly over its list
@@ -168,12 +169,15 @@ class Bench:
         from specjax import figures, verify
 
         where = f"{pretrained.name} on {common.device()}"
-        common.terminal().print(console.bench_table(rows, where))
+        screen = common.terminal()
+        for table in console.bench_tables(rows, where, screen):
+            screen.print(table)
         notes = self._tuned_targets(pretrained.name)
         print("".join(f"{note}\n" for note in notes), end="")
         result = {
             "target": pretrained.name,
-            "settings": dataclasses.asdict(settings),
+            "settings": dataclasses.asdict(settings)
+            | {"gamma": self.gamma, "tree": self.tree},
             "rows": rows,
             "notes": notes,
             "versions": common.versions(),

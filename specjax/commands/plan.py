@@ -33,6 +33,7 @@ class Plan:
     # Compile for these chips, such as v5p:4x4x2, instead of for faked CPU devices;
     # needs libtpu, no TPU
     topology: str | None = None
+
     json: pathlib.Path | None = None
 
     def run(self) -> None:
@@ -195,7 +196,7 @@ def _tables(asked: Plan, made, result: dict[str, Any]):
         memory.add_row(label, *cells)
     modes = Table(
         title=f"features of {job.tokens:.3g} tokens, {job.epochs} epochs, "
-        f"{_size(job.chip.memory)} a device; the first is recommended"
+        f"on chips of {_size(job.chip.memory)}; the first is recommended"
     )
     for name in ("features", "on disk", "a device", "hours", "fits"):
         modes.add_column(name, justify="left" if name == "features" else "right")

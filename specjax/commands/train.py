@@ -28,14 +28,12 @@ class Train:
     regenerate: bool = False  # let the target write the answers to the data's prompts
     self_prompts: int = 1024  # chats that the target invents where no data is given
     length: int = 128  # tokens of a training text
-    steps: int | None = None
-    batch_size: int | None = None
-    learning_rate: float | None = None
+    steps: int | None = None  # None: 300
+    batch_size: int | None = None  # texts a step; None: 8
+    learning_rate: float | None = None  # its peak; None: 0.004
     seed: int = 0
     remat: bool = False  # less memory for more time: see `training.TrainConfig`
-    field: tuple[
-        str, ...
-    ] = ()  # drafter fields as name=value, for example num_layers=2
+    field: tuple[str, ...] = ()  # of the drafter as name=value, such as num_layers=2
     draft_vocab: int | None = None  # draft only so many ids, the texts' most frequent
     # Part the table of a trained gemma4_mtp (--init) into so many clusters, and train
     # the centroids alone
@@ -50,8 +48,8 @@ class Train:
     # Several processes, each with the same command: host:port of the first, or `auto`
     # where the cluster tells (Slurm, Kubernetes, TPU pods)
     coordinator: str | None = None
-    num_processes: int | None = None
-    process_id: int | None = None
+    num_processes: int | None = None  # how many; where the cluster does not tell
+    process_id: int | None = None  # of this one, from 0; likewise
 
     def run(self) -> None:
         from specjax import corpus, drafters, preemption, sharding, targets, training
@@ -60,6 +58,11 @@ class Train:
         common.check_writable(self.json)
         common.check_folder("--out", self.out)
         common.check_folder("--feature-cache", self.feature_cache)
+        if self.feature_dtype == "int8" and self.feature_cache is None:
+            raise ValueError(
+                "--feature-dtype int8 is of the numbers in a feature cache; give "
+                "--feature-cache FOLDER too."
+            )
         common.check_range("--length", self.length, corpus.MIN_ANSWER)
         common.check_range("--self-prompts", self.self_prompts, 1)
         common.check_seed(self.seed)
