@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import errno
 import io
+import os
 import re
 import sys
 import typing
@@ -89,6 +90,7 @@ def parse(args: list[str] | None):
 def main(args: list[str] | None = None) -> None:
     """Entry point of the `specjax` command."""
     command = parse(args)
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's errors, not its remarks
 
     import jax
 

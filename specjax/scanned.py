@@ -95,7 +95,7 @@ class Scanned:
         if cache is not None:
             whole = self.unstack(params)
             return self.target(whole, tokens, cache, taps=taps, **block)
-        x = sharding.constrain_batch(params["embed"][tokens])
+        x = sharding.constrain_batch(sharding.look_up(params["embed"], tokens))
         where = locate(self.config, x.shape[:2], None, *_given(block))
         L = self.config.num_layers
         wanted = sorted({t % (L + 1) for t in taps})

@@ -284,7 +284,8 @@ class Transformer(nn.Module):
             embedding, i the output of layer i - 1, L (or -1) the state after the final
             norm. The raw output of the last layer is not offered.
         """
-        return self.run(self.embed[tokens], cache, ancestors, depths, taps, behind)
+        x = sharding.look_up(self.embed, tokens)
+        return self.run(x, cache, ancestors, depths, taps, behind)
 
     def run(self, x, cache, ancestors, depths, taps, behind: Any = 0) -> Output:
         """`__call__` for tokens that are already embedded, [B T D]."""
@@ -382,7 +383,7 @@ class Shared:
 
     def embedding(self, tokens: Int[Array, "*B"]) -> Float[Array, "*B D"]:
         """What the stack reads of tokens, the scale rounded to the table's dtype."""
-        x = self.embed[tokens]
+        x = sharding.look_up(self.embed, tokens)
         if self.embed_scale == 1.0:
             return x
         return x * jnp.asarray(self.embed_scale, x.dtype)

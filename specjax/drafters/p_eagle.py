@@ -186,7 +186,8 @@ class PEagle:
     def run(self, params, tokens, features, is_mask, block, slots) -> Any:
         """Eq. 1 to 3: what U reads [B T D], and keys and values of each layer."""
         net = {k: v for k, v in params.items() if k not in ("embed", "head")}
-        args = params["embed"][tokens], features, is_mask, block, slots
+        e = sharding.look_up(params["embed"], tokens)
+        args = e, features, is_mask, block, slots
         return Net(self).apply({"params": net}, *args)
 
     def logits(self, params, shared: Shared, x: Float[Array, "B *T D"]) -> Array:

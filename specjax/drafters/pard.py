@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import draft_tree, kv_cache
+from specjax import draft_tree, kv_cache, sharding
 from specjax.drafters import base, parallel, recurrent
 from specjax.drafters.base import Batch, Card
 from specjax.drafters.draft_model import DraftModel
@@ -126,7 +126,7 @@ class Pard:
     def embed(self, params, tokens: Int[Array, "B T"], features) -> Array:
         """What the model reads: the tokens alone; the features are empty."""
         del features
-        return params["embed"][tokens]
+        return sharding.look_up(params["embed"], tokens)
 
     def run(self, params, x: Float[Array, "B T D"], cache=None, **block) -> Output:
         """One pass of the model over embedded tokens."""

@@ -32,6 +32,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from specjax import sharding
 from specjax.drafters import base
 from specjax.drafters.base import Batch, Card
 from specjax.drafters.parallel import Rows
@@ -101,7 +102,7 @@ class Pard2(Pard):
         self, params, tokens: Int[Array, "B T"], features: Float[Array, "B T MD"]
     ) -> Array:
         """Eq. 1 and 2; `features` are those of the token before, or empty."""
-        e = params["embed"][tokens]
+        e = sharding.look_up(params["embed"], tokens)
         if not self.use_features:
             return e
         more = dense(features, params["projection"], jnp.float32)
