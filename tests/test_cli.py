@@ -341,7 +341,9 @@ def test_train_parts_the_table_of_a_trained_drafter_into_clusters(world, tmp_pat
         load_file(run / "drafter" / "drafter.safetensors") for run in (first, second)
     )
     moved = {n for n in two if n not in one or not np.array_equal(one[n], two[n])}
-    assert moved == {"centroids"}
+    assert moved == {"centroids", "clusters"}
+    rows = two["clusters"].reshape(64, -1)
+    np.testing.assert_array_equal(rows, one["head"][list(config["order"])])
     status, _, err = specjax(*warm[:-2], "--init", second / "drafter")
     assert status != 0 and "8 clusters already" in err
 
