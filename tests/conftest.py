@@ -51,9 +51,11 @@ def pytest_configure(config):
 
 def group(nodeid: str) -> str:
     """What shares compiled programs runs in one worker: a file's tests, and in the
-    conformance battery those of one drafter."""
+    conformance battery those of one drafter. A script is a process of its own."""
     path, _, test = nodeid.partition("::")
     shared = Path(path).stem
+    if shared == "test_experiments":
+        return nodeid
     if shared == "test_conformance":
         names = re.findall(r"[a-z_0-9]+", test.partition("[")[2])
         shared += "".join(f"-{n}" for n in names if n in drafters.REGISTRY)
