@@ -45,6 +45,7 @@ def test_flops_of_the_target_are_two_a_weight_and_token(made):
     assert made.flops["target"] == L * (2 * layer + attending)
 
 
+@pytest.mark.slow
 def test_programs_hold_what_they_are_given(made):
     texts = 8 // 4 * 64 * (4 + 1)
     assert made.features.arguments == made.bytes(made.params) + texts
@@ -62,6 +63,7 @@ def test_features_are_the_taps_and_the_last_state(made):
     assert made.stored("logits") == 2 * (D * (taps + 1) + V)
 
 
+@pytest.mark.slow
 def test_modes_that_fit_come_first_and_the_fastest_of_them(made):
     modes = made.modes()
     assert not any(m.fits for m in modes if "logits" in m.name)
@@ -79,6 +81,7 @@ def test_modes_that_fit_come_first_and_the_fastest_of_them(made):
     assert flying.hours == pytest.approx(JOB.epochs * (look + step))
 
 
+@pytest.mark.slow
 def test_an_eighth_of_the_devices_takes_eight_times_as_long(made):
     one = plan.Plan(dataclasses.replace(JOB, mesh=MeshShape()))
     long = dataclasses.replace(roofline.CHIPS["v5p"], bandwidth=math.inf)

@@ -180,6 +180,7 @@ def test_other_settings_are_refused_by_their_name(
 MESHES = [MeshShape(data=2, fsdp=2, tensor=2), MeshShape(fsdp=8), MeshShape(tensor=8)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_a_run_goes_on_on_another_mesh(pretrained, straight, tmp_path, shape):
     """What is read is equal, bit by bit; what is computed of it to 1e-6."""

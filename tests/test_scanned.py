@@ -18,9 +18,10 @@ from specjax.transformer import TransformerConfig
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 24, (3, 9)), jnp.int32)
 
 
-@pytest.mark.parametrize("taps", [(), (0, 2, 4), (-1, 1, 3, 1)])
-@pytest.mark.parametrize("windows", [(), (None, 4, 4, None)])
-def test_states_are_those_of_the_layers_one_by_one(taps, windows):
+@pytest.mark.parametrize(
+    ("windows", "taps"), [((), (0, 2, 4)), ((None, 4, 4, None), (-1, 1, 3, 1))]
+)
+def test_states_are_those_of_the_layers_one_by_one(windows, taps):
     target, params = testing.tiny_target(windows=windows)
     scanned = Scanned(target)
     assert isinstance(scanned, Target)

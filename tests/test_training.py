@@ -170,6 +170,7 @@ def test_the_written_gradient_of_the_soft_loss_is_the_derived_one():
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["eagle", "dflash"])
 def test_layers_computed_again_give_the_same_gradient(name):
     target, params = testing.tiny_target()
