@@ -120,6 +120,7 @@ def check_steps(attention, platform, drafter, **options):
             assert KERNELS[attention][1] in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["chain", "tree"])
 @pytest.mark.parametrize("attention", KERNELS)
 def test_prefill_and_rounds_lower_with_a_named_kernel(attention, drafter):
