@@ -9,6 +9,9 @@ bfloat16 operands, orders a program less sparingly than for TPU or GPU, computes
 nothing again and expands the products of experts: its figure is too high, of experts
 many times.
 
+Here the target's layers are scanned (`Scanned`), so that large stacks compile in
+seconds; `specjax train` runs the same layers one by one.
+
 Seconds are flops / (devices x peak x share), or bytes of weights over the bandwidth if
 that is more; what the devices send one another is not in it.
 """
@@ -91,6 +94,13 @@ class Mode:
     memory: int  # bytes on a device
     hours: float
     fits: bool
+    offered: bool = True  # False: for comparison, `specjax train` has it not
+
+
+def on_device(tree: Any) -> int:
+    """Bytes of arrays whose split is known, on one device."""
+    part = lambda x: math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+    return sum(part(x) for x in jax.tree.leaves(tree))
 
 
 class Plan:
@@ -134,8 +144,7 @@ class Plan:
 
     def bytes(self, tree: Any) -> int:
         """Bytes of a tree of weights on one device."""
-        part = lambda x: math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        return sum(part(x) for x in jax.tree.leaves(self._split(tree)))
+        return on_device(self._split(tree))
 
     def _texts(self):
         shape = self.job.batch_size, self.job.length
@@ -237,8 +246,7 @@ class Plan:
     def cache_bytes(self) -> int:
         """The target's keys and values of the rows that are served, on one device."""
         _, _, progress = self._serving
-        part = lambda x: math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        return sum(part(x) for x in jax.tree.leaves(progress.cache))
+        return on_device(progress.cache)
 
     # ---- time
 
@@ -286,7 +294,8 @@ class Plan:
         steps = job.tokens / (job.batch_size * job.length)
         look, step = (self.seconds(x) * steps / 3600 for x in ("target", "drafter"))
         of = lambda p: p.arguments + p.temporary + p.results
-        both = of(self.features) + of(self.step) - self._batch_bytes
+        # The features are a result of the one and an argument of the other.
+        both = of(self.features) + of(self.step) - on_device(self._step[1][3])
         alone = max(of(self.features), of(self.step))
         tokens_only = 4 * job.tokens
         found = [
@@ -306,13 +315,15 @@ class Plan:
             stored = self.stored(dtype) * job.tokens
             read = max(step, stored / job.disk / 3600)
             hours = look + job.epochs * read
-            fits = alone <= job.chip.memory and dtype != "logits"
-            found.append(Mode(name, stored + tokens_only, alone, hours, fits))
-        return sorted(found, key=lambda m: (not m.fits, m.hours, m.storage))
-
-    @property
-    def _batch_bytes(self) -> int:
-        """Features: a result of the one program and an argument of the other."""
-        batch = self._step[1][3]
-        part = lambda x: math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        return sum(part(x) for x in jax.tree.leaves(batch))
+            found.append(
+                Mode(
+                    name,
+                    stored + tokens_only,
+                    alone,
+                    hours,
+                    fits=alone <= job.chip.memory,
+                    offered=dtype != "logits",
+                )
+            )
+        usable = lambda m: m.fits and m.offered
+        return sorted(found, key=lambda m: (not usable(m), m.hours, m.storage))

@@ -212,6 +212,7 @@ def test_bench_writes_a_row_for_each_temperature(world, tmp_path, temperatures):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["b.json", "out"]
 
 
+@pytest.mark.slow
 def test_a_found_tree_is_saved_and_drafted_without_loss(world, tmp_path):
     status, out, err = specjax(
         *("tree", world / "medusa", "--target", world / "toy", "--nodes", 5),
@@ -228,6 +229,7 @@ def test_a_found_tree_is_saved_and_drafted_without_loss(world, tmp_path):
         assert found["tokens"] == plain["tokens"]
 
 
+@pytest.mark.slow
 def test_certify_reports_rows_and_planted_bugs(tmp_path, monkeypatch):
     """The quick form: of the 43 bugs six that are of different kinds."""
     few = {n: planted.BUGS[n] for n in (1, 4, 8, 17, 22, 34)}
@@ -271,6 +273,7 @@ def test_train_writes_a_drafter_that_generate_takes(world, tmp_path):
 ASK = ("generate", "--prompt", "a", "--target", "TOY")
 
 
+@pytest.mark.slow
 def test_a_drafter_that_was_trained_with_its_target_brings_that_target(world, tmp_path):
     jax.config.update("jax_numpy_dtype_promotion", "standard")  # optax mixes dtypes
     out = tmp_path / "run"

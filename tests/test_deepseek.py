@@ -443,6 +443,7 @@ def test_commit_equals_prefill_for_the_family(kit):
     battery.test_commit_equals_prefill_of_the_longer_text(kit, (99, 99, 99))
 
 
+@pytest.mark.slow
 def test_gradients_reach_every_weight_but_the_routers_bias(kit):
     _, _, grads, target = kit.loss(kit.batch())
     found = jax.tree_util.tree_leaves_with_path(grads)

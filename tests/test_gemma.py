@@ -401,6 +401,7 @@ def test_logits_stay_within_the_cap_and_it_is_the_targets_law(tmp_path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

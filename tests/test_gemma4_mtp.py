@@ -288,6 +288,7 @@ def small_window(drafter, window):
     return dataclasses.replace(drafter, config=config)
 
 
+@pytest.mark.slow
 def test_a_row_of_training_is_a_draft_from_that_place():
     """Step k of row t: anchor x_{t+1}, keys up to t, and no other row."""
     target, params, drafter, weights = kit()
@@ -410,6 +411,7 @@ def test_a_drafter_with_clusters_trains_its_centroids_alone():
     assert value < np.log(6) * 2 and np.all(logs["alpha"] < 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sampling", [Sampling(0.8, top_p=0.9), pytest.param(GREEDY, marks=SLOW)]
 )

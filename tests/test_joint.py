@@ -71,6 +71,7 @@ def test_the_weight_of_the_heads_follows_its_schedule(schedule, progress, share)
     np.testing.assert_allclose(ours, share, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_self_distillation_is_the_kl_from_the_first_target(parts):
     """Against a transcription in NumPy, averaged over the tokens to learn alone."""
     params, _, batch, weights, noisy = parts
@@ -169,6 +170,7 @@ def test_training_moves_the_target_and_a_file_keeps_it(trained):
     assert back["loss_before"] == back["loss_after"]
 
 
+@pytest.mark.slow
 def test_the_trainer_uses_the_targets_rate_and_its_share_of_the_steps(trained):
     """The first step has the rate 0, so the second alone moves, from one gradient."""
     pretrained, _, _, _, texts = trained

@@ -81,6 +81,7 @@ def test_a_shipped_rule_with_one_line_broken_is_caught_through_every_drafter():
         assert distance > exact.TOLERANCE
 
 
+@pytest.mark.slow
 def test_the_certificate_catches_a_broken_engine():
     """One of them; `specjax certify` runs all."""
     (bug,) = (b for b in broken.ENGINES if b.name == "path not gathered")

@@ -196,6 +196,7 @@ def test_a_run_goes_on_on_another_mesh(pretrained, straight, tmp_path, shape):
         assert values["loss"] == pytest.approx(straight[2][step]["loss"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_run_on_a_mesh_goes_on_on_it_bit_by_bit_and_off_it(
     pretrained, straight, tmp_path
 ):

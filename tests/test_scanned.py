@@ -34,6 +34,7 @@ def test_states_are_those_of_the_layers_one_by_one(windows, taps):
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), back, params))
 
 
+@pytest.mark.slow
 def test_dense_and_expert_layers_are_two_runs():
     config = DeepSeekConfig(
         vocab_size=24,

@@ -74,7 +74,7 @@ STATIC, SURE = None, Threshold(0.6)
 @pytest.mark.parametrize(
     ("policy", "sampling"),
     [
-        (SURE, Sampling()),
+        pytest.param(SURE, Sampling(), marks=pytest.mark.slow),
         pytest.param(SURE, GREEDY, marks=pytest.mark.slow),
         pytest.param(STATIC, Sampling(), marks=pytest.mark.slow),
         (STATIC, GREEDY),

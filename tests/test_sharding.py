@@ -130,6 +130,7 @@ def test_a_training_is_that_of_one_device(mesh, name):
     assert all(jax.tree.leaves(jax.tree.map(same, split, wanted)))
 
 
+@pytest.mark.slow
 def test_a_pass_over_a_split_cache_gathers_no_cache():
     """Writes, reads and the compaction of a path stay on the device of their rows."""
     target, params, drafter, weights = tiny("medusa")

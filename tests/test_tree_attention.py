@@ -133,6 +133,7 @@ def stack():
     return target, params, cache, Tree((-1, 0, 0, 1))
 
 
+@pytest.mark.slow
 def test_a_target_runs_the_kernel_that_it_names(stack):
     target, params, cache, tree = stack
     nodes = jnp.asarray([[1, 2, 3, 4], [5, 6, 7, 8]], jnp.int32)

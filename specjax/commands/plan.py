@@ -202,8 +202,7 @@ def _tables(asked: Plan, made, result: dict[str, Any]):
         modes.add_column(name, justify="left" if name == "features" else "right")
     for mode in result["modes"]:
         fits = "yes" if mode["fits"] else "no"
-        if "logits" in mode["name"]:
-            fits = "not offered"
+        fits = fits if mode["offered"] else "not offered"
         modes.add_row(
             mode["name"],
             _size(mode["storage"]),
@@ -216,7 +215,7 @@ def _tables(asked: Plan, made, result: dict[str, Any]):
 
 def _advice(result: dict[str, Any]) -> str:
     best = result["modes"][0]
-    if not best["fits"]:
+    if not (best["fits"] and best["offered"]):
         return "nothing fits: give more devices, fewer texts a step, or --remat."
     how = "specjax train " + result["drafter"]
     sizes = ",".join(f"{k}={v}" for k, v in result["mesh"].items() if v > 1)
