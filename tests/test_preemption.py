@@ -17,6 +17,15 @@ from specjax import preemption, targets, testing
 from specjax.targets import Tokenizer
 
 
+@pytest.fixture(scope="module", autouse=True)
+def heard():
+    """Ctrl-C is heard here and in processes begun here, also where a shell that put the
+    tests into the background has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def test_a_signal_before_the_first_step_ends_the_run_where_it_stands():
     before = signal.getsignal(signal.SIGTERM)
     says = pytest.raises(preemption.Stopped, match="before training")
