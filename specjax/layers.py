@@ -223,7 +223,9 @@ def attend(
     for key, _ in own:
         score = jnp.sum(merge(q).astype(jnp.float32) * mine(key), -1, keepdims=True)
         scores = jnp.concatenate([scores, score * by], axis=-1)
-    weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+    # What the largest is subtracts out: no gradient goes back through it.
+    largest = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
+    weights = jnp.exp(scores - largest)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     out = jnp.einsum(
         "...QS,...SE->...QE",

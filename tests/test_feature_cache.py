@@ -77,8 +77,10 @@ def test_cached_features_are_those_computed_on_the_fly(pretrained, tmp_path):
         np.testing.assert_array_equal(found, rounded)
     small = build(tmp_path / "small", pretrained, taps)  # in shards of two texts
     assert len(list((tmp_path / "small").glob("*.npy"))) == 5
-    for opened in (small, build(tmp_path / "c", pretrained, taps)):
-        same(opened.batch(TEXTS, rows), batch)
+    same(build(tmp_path / "c", pretrained, taps).batch(TEXTS, rows), batch)
+    # A batch of another size may be rounded otherwise, on some machines.
+    close = functools.partial(np.testing.assert_allclose, rtol=2**-7, atol=1e-5)
+    jax.tree.map(close, small.batch(TEXTS, rows), batch)
 
 
 def test_a_batch_on_a_mesh_is_that_of_one_device(pretrained, tmp_path):

@@ -151,7 +151,7 @@ class Blockwise:
     def loss(self, params, shared: Shared, batch: Batch, key: PRNGKey):
         """Eq. 3, averaged over the tokens to learn."""
         z = self.states(params, batch.features)
-        logits = shared.logits(z)
+        logits = [shared.logits(z[:, :, j]) for j in range(self.num_slices)]
         ces, logs = base.head_losses(logits, shared, batch, self.tree.depth)
         if not self.one_loss:
             return jnp.mean(ces), {"ce": ces} | logs

@@ -217,8 +217,8 @@ class DraftModel:
 
 def _kl(p_logits: Float[Array, "*B V"], q_logits: Float[Array, "*B V"]) -> Array:
     """KL(p || q), nats."""
-    log_p, log_q = jax.nn.log_softmax(p_logits), jax.nn.log_softmax(q_logits)
-    return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
+    p, ce = jax.nn.softmax(p_logits), base.soft_cross_entropy
+    return ce(q_logits, p) - ce(p_logits, p)
 
 
 def _jsd(p_logits: Float[Array, "*B V"], q_logits: Float[Array, "*B V"]) -> Array:

@@ -232,10 +232,10 @@ class Eagle3(Recurrent):
         p = jax.nn.softmax(z, axis=-1)
 
         ces = []
-        for i, a in enumerate(outputs[: self.ttt_steps]):
-            logits = self.draft_logits(params, shared, a)
-            ce = base.soft_cross_entropy(logits, base.shift(p, 1 + i))
-            ces.append(base.masked_mean(ce, base.shift(counted, i)))
+        for i, a in enumerate(outputs[: self.ttt_steps], 1):
+            logits = self.draft_logits(params, shared, a[:, :-i])
+            ce = base.soft_cross_entropy(logits, p[:, i:])
+            ces.append(base.masked_mean(ce, counted[:, i - 1 : -1]))
         ce = jnp.stack(ces)
         weights = self.decay ** jnp.arange(len(ces), dtype=jnp.float32)
         every, frozen = base.THIN, jax.lax.stop_gradient((params, outputs))

@@ -295,8 +295,8 @@ class Hydra:
             ce = base.cross_entropy(logits, base.shift(batch.tokens, 1 + k))
             terms["lm"] = base.masked_mean(ce, wanted)
         if target is not None:
-            ce = base.soft_cross_entropy(logits, base.shift(target, k))
-            terms["teacher"] = base.masked_mean(ce, wanted)
+            ce = base.soft_cross_entropy(logits[:, :-k], target[:, k:])
+            terms["teacher"] = base.masked_mean(ce, wanted[:, :-k])
         if self.w_rec:
             distance = base.smooth_l1(z, base.shift(batch.hidden, k))
             terms["rec"] = base.masked_mean(distance, base.shift(batch.mask, k))
