@@ -242,6 +242,7 @@ def test_commit_equals_prefill_of_the_longer_text(kit, accepted):
     assert_same(kit.propose(ours, anchor)[0], kit.propose(fresh, anchor)[0])
 
 
+@pytest.mark.slow
 def test_gradients_are_finite_and_in_the_drafter_alone(kit):
     loss, logs, drafter, target = kit.loss(kit.batch())
     assert loss.shape == () and loss.dtype == jnp.float32 and np.isfinite(loss)

@@ -184,6 +184,7 @@ def test_whole_rounds_are_those_recorded():
     assert finish(model, progress).tokens == [[27, 19, 19, 19]]
 
 
+@pytest.mark.slow
 def test_it_starts_as_dflash():
     """The convolutions are the identity and the path adds nothing at first."""
     params = jax.jit(DRAFTER.init)(jax.random.key(0), SHARED)

@@ -306,6 +306,7 @@ def test_a_row_of_training_is_a_draft_from_that_place():
             np.testing.assert_allclose(z[:, 0], rows[k][:, t], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_step_sees_nothing_of_what_comes_after_it():
     target, params, drafter, weights = kit()
     shared = target.shared(params)
@@ -396,6 +397,7 @@ def test_centroids_learn_the_targets_mass_of_their_own_cluster():
     np.testing.assert_allclose(drafter._distance(weights, z, p), right, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_drafter_with_clusters_trains_its_centroids_alone():
     target, params, drafter, weights = kit()
     drafter, weights = with_clusters(drafter, weights, 6, 2)
@@ -468,6 +470,7 @@ def test_bad_settings_are_refused(fields, message):
         dataclasses.replace(drafter, **fields)
 
 
+@pytest.mark.slow
 def test_other_targets_are_refused():
     _, _, drafter, weights = kit()
     latent = DeepSeekConfig(24, 16, 2, 2, 1, 8, 24)

@@ -226,6 +226,7 @@ def test_bad_settings_are_refused(fields, says):
         Medusa2(**fields)
 
 
+@pytest.mark.slow
 def test_the_loss_has_the_heads_by_the_schedule_and_judges_them_by_the_moved_target(
     parts,
 ):

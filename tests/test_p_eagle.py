@@ -166,9 +166,8 @@ def test_the_loss_over_all_rows_is_that_recorded():
     np.testing.assert_allclose(logs["alpha"][:3], alpha, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "segments", [9, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("segments", [9, 2, 3])
 def test_gradients_of_segments_add_up_to_that_of_one_pass(segments):
     """Two ragged texts with dropped rows; chains are cut, the last segment is short."""
     B, T = 2, 23

@@ -116,7 +116,9 @@ def test_trees_and_plain_decoding_are_served_too(topology):
         assert one.tokens == alone().tokens[one.request.seed][: one.num_tokens]
 
 
-@pytest.mark.parametrize("field", ["state", "cache", "keys"])
+@pytest.mark.parametrize(
+    "field", [pytest.param("state", marks=pytest.mark.slow), "cache", "keys"]
+)
 def test_a_slot_that_keeps_something_of_its_last_request_is_noticed(field, monkeypatch):
     """Planted bugs: a part of the row that is not put into the slot."""
     fewer = tuple(name for name in serving.PER_ROW if name != field)

@@ -116,8 +116,9 @@ def train_on(name, mesh, **options):
     return trained, losses
 
 
-@pytest.mark.parametrize("name", ["eagle", slow("eagle3"), slow("medusa2")])
-@pytest.mark.parametrize("mesh", ["2x4", *map(slow, ["8x1", "fsdp", "1x8"])])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "medusa2"])
+@pytest.mark.parametrize("mesh", ["2x4", "8x1", "fsdp", "1x8"])
 def test_a_training_is_that_of_one_device(mesh, name):
     alone, losses = train_on(name, None)
     on = mesh_of(mesh)

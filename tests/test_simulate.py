@@ -104,6 +104,7 @@ def test_modelled_drafts_have_the_acceptance_and_the_confidence_they_are_given()
     np.testing.assert_array_equal(higher, np.minimum(1.1 * sure, 1.0))
 
 
+@pytest.mark.slow
 def test_recorded_rounds_are_those_of_the_same_request():
     report = serve(batch(), REQUESTS)
     drafts = Recorded.of(report)
