@@ -26,10 +26,6 @@ MESHES = {
 SHAPE = {"num_heads": 8, "num_kv_heads": 8, "width": 32, "mlp_width": 32}
 
 
-def slow(name):
-    return pytest.param(name, marks=pytest.mark.slow)
-
-
 def mesh_of(name):
     shape = MESHES[name]
     return shape.make(jax.devices()[: shape.size])
