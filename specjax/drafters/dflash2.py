@@ -46,7 +46,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from specjax import draft_tree
+from specjax import draft_tree, sharding
 from specjax.drafters import base, block
 from specjax.drafters.base import Batch, Card
 from specjax.drafters.dflash import DFlash, State
@@ -121,8 +121,10 @@ class Selector(nn.Module):
     ) -> Float[Array, "*B V"]:
         """S over all ids, -inf for those that are no candidates."""
         best, ids = jax.lax.top_k(logits, self.top_k)  # [*B k]
-        gate = self.predecessor[before] * dense(h, self.projection)
-        path = jnp.einsum("...r,...kr->...k", gate, self.successor[ids])
+        gate = sharding.look_up(self.predecessor, before) * dense(h, self.projection)
+        path = jnp.einsum(
+            "...r,...kr->...k", gate, sharding.look_up(self.successor, ids)
+        )
         scores = best + path.astype(jnp.float32)
         out = jnp.full(logits.shape, -jnp.inf, jnp.float32)
         return jnp.put_along_axis(out, ids, scores, axis=-1, inplace=False)

@@ -40,7 +40,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import draft_tree
+from specjax import draft_tree, sharding
 from specjax.drafters import base
 from specjax.drafters.base import Batch, Card
 from specjax.drafters.dflash import DFlash, State
@@ -77,7 +77,7 @@ class SequentialHead(nn.Module):
         self, state: Float[Array, "*B R"], before: Int[Array, "*B"], h: Array
     ) -> tuple[Float[Array, "*B R"], Float[Array, "*B R"]]:
         """The next state and c_k."""
-        w = self.w1[before]
+        w = sharding.look_up(self.w1, before)
         if self.kind == "vanilla":
             return state, w
         if self.kind == "gated":
@@ -98,7 +98,8 @@ class SequentialHead(nn.Module):
 
     def confidence(self, before: Int[Array, "*B"], h: Array) -> Float[Array, "*B"]:
         """Eq. 5 before the sigmoid."""
-        z = dense(jnp.concatenate([h, self.w1[before]], axis=-1), self.sure[None])
+        w = sharding.look_up(self.w1, before)
+        z = dense(jnp.concatenate([h, w], axis=-1), self.sure[None])
         return _plus(z, self.sure_bias)[..., 0].astype(jnp.float32)
 
     def train(self, before: Int[Array, "*B G"], h: Float[Array, "*B G D"]):
