@@ -117,6 +117,11 @@ def in_use() -> bool:
     return not jax.sharding.get_abstract_mesh().empty
 
 
+def num_devices() -> int:
+    """Of the mesh in use; 1 without one."""
+    return jax.sharding.get_abstract_mesh().size if in_use() else 1
+
+
 def fit(
     axes: Sequence[Axis], shape: Sequence[int], mesh: Mesh | AbstractMesh
 ) -> PartitionSpec:

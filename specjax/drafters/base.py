@@ -11,11 +11,14 @@ verifier; the drafter owns a private `State` that the engine only carries:
 """
 
 import dataclasses
+import math
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 
+from specjax import sharding
 from specjax.pytree import pytree
 from specjax.sampling import Sampling
 from specjax.transformer import Shared, TransformerConfig
@@ -294,32 +297,93 @@ def overlap(
     return jnp.sum(jnp.minimum(q, p), axis=-1)
 
 
+SCORES = 2**27  # numbers over the vocabulary that a device holds at once
+
+
+def few_places(values: Callable[..., Any], scores: int, *rows: Any) -> Any:
+    """values(*rows), so few places T' at a time that their scores fit `SCORES`.
+
+    `rows` are arrays [B T ..]; `values` maps parts of them [B T' ..] to a tree of
+    arrays [B T' ..] by way of `scores` numbers a place, such as the vocabulary. Where
+    one part holds all, that is all that happens; else a gradient computes each part
+    again. On a mesh that splits the text (`sharding.rows`) each device goes through
+    its own part.
+    """
+    B, T = jax.tree.leaves(rows)[0].shape[:2]
+    held = B * T * scores / sharding.num_devices()
+    parts = min(T, math.ceil(held / SCORES))
+    if parts <= 1:
+        return values(*rows)
+    R = sharding.sequence_ways(B, T)
+    t = math.ceil(T / R / parts)
+    n = math.ceil(T / R / t)
+
+    def split(x):
+        x = x.reshape(B, R, T // R, *x.shape[2:])
+        more = [(0, 0)] * x.ndim
+        more[2] = 0, n * t - T // R
+        x = jnp.pad(x, more).reshape(B, R, n, t, *x.shape[3:])
+        return jnp.moveaxis(x, 2, 0).reshape(n, B, R * t, *x.shape[4:])
+
+    def join(x):
+        x = jnp.moveaxis(x.reshape(n, B, R, t, *x.shape[3:]), 0, 2)
+        x = x.reshape(B, R, n * t, *x.shape[4:])[:, :, : T // R]
+        return x.reshape(B, T, *x.shape[3:])
+
+    def part(some):
+        return values(*jax.tree.map(sharding.constrain_batch, some))
+
+    out = jax.lax.map(jax.checkpoint(part), jax.tree.map(split, rows))
+    return jax.tree.map(join, out)
+
+
+def label_losses(
+    logits: Callable[[Array], Array],
+    vocab_size: int,
+    x: Float[Array, "B T *D"],
+    labels: Int[Array, "B T *G"],
+) -> Float[Array, "B T *G"]:
+    """`cross_entropy` of the logits at rows of x, a few places at a time."""
+    values = lambda x, labels: cross_entropy(logits(x), labels)
+    return few_places(values, math.prod(labels.shape[2:]) * vocab_size, x, labels)
+
+
 def head_losses(
-    logits: list[Float[Array, "B T V"]], shared: Shared, batch: Batch, depth: int
+    logits: Callable[[Array], list[Float[Array, "B T V"]]],
+    x: Float[Array, "B T *D"],
+    shared: Shared,
+    batch: Batch,
+    depth: int,
 ) -> tuple[Float[Array, "G"], dict[str, Array]]:
     """Mean cross-entropy of heads k = 1..G that guess x_{t+1+k}, and `acceptance`.
 
-    Acceptance is that of the first `depth` heads. Each head's logits are an array of
-    their own: V-wide arrays joined and cut cost more than the products behind them.
+    `logits` are those of each head at rows of x. Acceptance is that of the first
+    `depth` heads. Heads are arrays of their own: V-wide ones joined and cut cost more
+    than the products behind them.
     """
     thin = lambda x: x[:, ::THIN]
-    ces, accepted, known = [], [], []
-    for k, q in enumerate(logits, 1):
-        label = shift(batch.tokens, 1 + k)
-        wanted = shift(batch.mask, 1 + k)
-        ces.append(masked_mean(cross_entropy(q, label), wanted))
-        p = shared.logits(thin(shift(batch.hidden, k)))
-        accepted.append(overlap(thin(q), p))
-        known.append(thin(wanted))
-    stack = lambda xs: jnp.stack(xs[:depth], axis=-1)
-    return jnp.stack(ces), acceptance(stack(accepted), stack(known))
+    some = logits(thin(x))
+    ahead = lambda x: jnp.stack([shift(x, 1 + k) for k in range(1, len(some) + 1)], 2)
+    labels, wanted = ahead(batch.tokens), ahead(batch.mask)
+
+    def values(x, labels):
+        ces = map(cross_entropy, logits(x), jnp.moveaxis(labels, 2, 0))
+        return jnp.stack(list(ces), axis=2)
+
+    each = few_places(values, len(some) * shared.embed.shape[0], x, labels)
+    ces = jax.vmap(masked_mean, in_axes=2)(each, wanted)
+    p = [shared.logits(thin(shift(batch.hidden, k))) for k in range(1, depth + 1)]
+    accepted = jnp.stack(list(map(overlap, some, p)), axis=-1)
+    return ces, acceptance(accepted, thin(wanted)[..., :depth])
 
 
 THIN = 8  # acceptance is estimated from every 8th position: a softmax a head is dear
 
 
 def shift(x: Array, by: int) -> Array:
-    """x[:, t + by] at t; the end is filled with zeros (False)."""
+    """x[:, t + by] at t; what is past either end is zero (False)."""
+    if by < 0:
+        return jnp.concatenate([jnp.zeros_like(x[:, :-by]), x[:, :by]], axis=1)
     return jnp.concatenate([x[:, by:], jnp.zeros_like(x[:, :by])], axis=1)
 
 

@@ -151,8 +151,8 @@ class Blockwise:
     def loss(self, params, shared: Shared, batch: Batch, key: PRNGKey):
         """Eq. 3, averaged over the tokens to learn."""
         z = self.states(params, batch.features)
-        logits = [shared.logits(z[:, :, j]) for j in range(self.num_slices)]
-        ces, logs = base.head_losses(logits, shared, batch, self.tree.depth)
+        logits = lambda z: [shared.logits(z[:, :, j]) for j in range(self.num_slices)]
+        ces, logs = base.head_losses(logits, z, shared, batch, self.tree.depth)
         if not self.one_loss:
             return jnp.mean(ces), {"ce": ces} | logs
         g = jax.random.randint(key, (), 0, self.num_slices)
@@ -160,6 +160,7 @@ class Blockwise:
             jnp.pad(x, ((0, 0), (0, self.num_slices + 1))), 2 + g, x.shape[1], axis=1
         )
         label, wanted = later(batch.tokens), later(batch.mask)
-        one = shared.logits(jax.lax.dynamic_index_in_dim(z, g, 2, keepdims=False))
-        ce = base.masked_mean(base.cross_entropy(one, label), wanted)
-        return ce, {"ce": ces} | logs
+        one = jax.lax.dynamic_index_in_dim(z, g, 2, keepdims=False)
+        V = shared.embed.shape[0]
+        ce = base.label_losses(shared.logits, V, one, label)
+        return base.masked_mean(ce, wanted), {"ce": ces} | logs

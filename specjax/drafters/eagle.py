@@ -147,9 +147,14 @@ class Eagle(Recurrent):
         feature, hidden = base.shift(batch.features, 1), base.shift(batch.hidden, 1)
         wanted = batch.mask & base.shift(batch.mask, 1)
         regression = base.smooth_l1(y, feature)
-        p = jax.nn.softmax(shared.logits(hidden), axis=-1)
         v = base.masked_mean(regression, wanted)
-        ce = base.masked_mean(base.soft_cross_entropy(shared.logits(y), p), wanted)
+
+        def distance(y, hidden):
+            p = jax.nn.softmax(shared.logits(hidden), axis=-1)
+            return base.soft_cross_entropy(shared.logits(y), p)
+
+        V = shared.embed.shape[0]
+        ce = base.masked_mean(base.few_places(distance, V, y, hidden), wanted)
 
         frozen, every = jax.lax.stop_gradient(params), base.THIN
         drafts = self.unroll(

@@ -72,7 +72,8 @@ def affine(x: Float[Array, "*B X"], weights: tuple[Array, Array], dtype: Any = N
 
 
 class Head(nn.Module):
-    """Eq. 2 to 4 before the softmax: z, and the logits in float32."""
+    """Eq. 2 to 4 before the softmax: z, and the logits in float32, or with `scored`
+    False what they are made of."""
 
     num_layers: int
 
@@ -82,7 +83,8 @@ class Head(nn.Module):
         u: Float[Array, "*B X"],
         head: Float[Array, "V D"],
         drop: Drop = keep,
-    ) -> tuple[Float[Array, "*B D"], Float[Array, "*B V"]]:
+        scored: bool = True,
+    ) -> tuple[Float[Array, "*B D"], Float[Array, "*B _V"]]:
         L, (V, D), X = self.num_layers, head.shape, u.shape[-1]
         zeros, copied = nn.initializers.zeros, lambda key, shape: jnp.array(head)
         # R and W read the same u: one matrix, R first.
@@ -99,8 +101,8 @@ class Head(nn.Module):
             for i in range(1, L):
                 z = drop(z, i)
                 z = z + jax.nn.silu(affine(z, rest))
-        vocab = weights("vocab", copied, V, D)
-        return z, affine(drop(z, L), vocab, jnp.float32)
+        vocab, last = weights("vocab", copied, V, D), drop(z, L)
+        return z, affine(last, vocab, jnp.float32) if scored else last
 
 
 class Prefix(nn.Module):
@@ -207,11 +209,12 @@ class Hydra:
         k: int,
         read: Float[Array, "*B X D"],
         drop: Drop = keep,
+        scored: bool = True,
     ) -> Any:
         """z and logits of head k, which reads the first k + 1 vectors (eq. 1)."""
         u = read[..., : k + 1, :].reshape(*read.shape[:-2], -1)
-        net = Head(self.num_layers)
-        return net.apply({"params": params[f"head_{k}"]}, u, shared.head, drop)
+        net, own = Head(self.num_layers), {"params": params[f"head_{k}"]}
+        return net.apply(own, u, shared.head, drop, scored)
 
     def context(
         self, params: Params, f: Float[Array, "B T D"], cache: KVCache | None = None
@@ -269,38 +272,62 @@ class Hydra:
         coming = [base.shift(tokens, k) for k in range(1, self.num_heads + 1)]
         read = jnp.stack([g, *(shared.embedding(x) for x in coming)], axis=2)
         thin = lambda x: x[:, :: base.THIN]
-        target = None
-        if self.w_teacher:
-            target = jax.nn.softmax(shared.logits(batch.hidden), axis=-1)
-        total, terms, accepted, known = jnp.zeros(()), [], [], []
+        zs, lasts, accepted, known = [], [], [], []
         for k in range(1, self.num_heads + 1):
             drop = self._dropout(jax.random.fold_in(key, k), tokens.shape)
-            z, logits = self.head(params, shared, k, read, drop)
-            found = self._terms(k, z, logits, target, batch)
-            total += sum(getattr(self, f"w_{name}") * x for name, x in found.items())
-            terms.append(found)
+            z, last = self.head(params, shared, k, read, drop, scored=False)
+            zs.append(z)
+            lasts.append(last)
             if k <= depth:  # as heads draft, without dropout
                 _, q = self.head(params, shared, k, thin(read))
                 p = shared.logits(thin(base.shift(batch.hidden, k)))
                 accepted.append(base.overlap(q, p))
                 known.append(thin(base.shift(batch.mask, 1 + k)))
-        logs = {name: jnp.stack([t[name] for t in terms]) for name in terms[0]}
+        logs = self._terms(params, shared, zs, lasts, batch)
+        total = sum(jnp.sum(getattr(self, f"w_{name}") * x) for name, x in logs.items())
         stack = lambda xs: jnp.stack(xs, axis=-1)
         return total, logs | base.acceptance(stack(accepted), stack(known))
 
-    def _terms(self, k: int, z, logits, target: Array | None, batch: Batch):
-        """The means of eq. 6 at head k whose weights are not zero."""
-        wanted, terms = base.shift(batch.mask, 1 + k), {}
-        if self.w_lm:
-            ce = base.cross_entropy(logits, base.shift(batch.tokens, 1 + k))
-            terms["lm"] = base.masked_mean(ce, wanted)
-        if target is not None:
-            ce = base.soft_cross_entropy(logits[:, :-k], target[:, k:])
-            terms["teacher"] = base.masked_mean(ce, wanted[:, :-k])
+    def _terms(self, params, shared: Shared, zs: list, lasts: list, batch: Batch):
+        """The means of eq. 6 at each head [K] whose weights are not zero.
+
+        What head k makes of place t - k stands at t: all heads there predict the next
+        token, and the target's law of it is computed once.
+        """
+        own = [params[f"head_{k}"] for k in range(1, len(zs) + 1)]
+
+        def values(lasts, hidden, label):
+            found = {"lm": [], "teacher": []}
+            if self.w_teacher:
+                p = jax.nn.softmax(shared.logits(hidden), axis=-1)
+            for x, w in zip(lasts, own, strict=True):
+                q = affine(x, (w["vocab"], w["vocab_bias"]), jnp.float32)
+                if self.w_lm:
+                    found["lm"].append(base.cross_entropy(q, label))
+                if self.w_teacher:
+                    found["teacher"].append(base.soft_cross_entropy(q, p))
+            return found
+
+        late = [base.shift(x, -k) for k, x in enumerate(lasts, 1)]
+        V, label = shared.embed.shape[0], base.shift(batch.tokens, 1)
+        each = base.few_places(values, len(own) * V, late, batch.hidden, label)
+        place, following = jnp.arange(label.shape[1])[None], base.shift(batch.mask, 1)
         if self.w_rec:
-            distance = base.smooth_l1(z, base.shift(batch.hidden, k))
-            terms["rec"] = base.masked_mean(distance, base.shift(batch.mask, k))
-        return terms
+            each["rec"] = [
+                base.smooth_l1(base.shift(z, -k), batch.hidden)
+                for k, z in enumerate(zs, 1)
+            ]
+        mean = lambda x, wanted, k: base.masked_mean(x, wanted & (place >= k))
+        return {
+            name: jnp.stack(
+                [
+                    mean(x, batch.mask if name == "rec" else following, k)
+                    for k, x in enumerate(xs, 1)
+                ]
+            )
+            for name, xs in each.items()
+            if xs
+        }
 
     def _dropout(self, key: PRNGKey, shape: tuple[int, ...]) -> Drop:
         """Dropout whose draws depend on a position's row and place alone."""

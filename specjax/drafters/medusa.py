@@ -160,7 +160,8 @@ class Medusa:
     def loss(self, params, shared: Shared, batch: Batch, key: PRNGKey):
         """Eq. 3, each head averaged over the positions whose label is to be learned."""
         del key
-        logits = self.by_head(params, shared, batch.features, self.num_heads)
-        ces, logs = base.head_losses(logits, shared, batch, self.tree.depth)
+        logits = lambda f: self.by_head(params, shared, f, self.num_heads)
+        args = logits, batch.features, shared, batch, self.tree.depth
+        ces, logs = base.head_losses(*args)
         k = jnp.arange(1, self.num_heads + 1, dtype=jnp.float32)
         return jnp.sum(self.decay**k * ces), {"ce": ces} | logs

@@ -293,7 +293,8 @@ class MTP:
             wanted = base.shift(batch.mask, 1 + s)
             if s <= trained:
                 labels = base.shift(batch.tokens, 1 + s)
-                values = base.cross_entropy(shared.logits(g), labels)
+                V = shared.embed.shape[0]
+                values = base.label_losses(shared.logits, V, g, labels)
                 ces.append(base.masked_mean(values, wanted))
             if s <= G:
                 p = shared.logits(thin(base.shift(batch.hidden, s)))
