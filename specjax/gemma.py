@@ -233,7 +233,7 @@ class Layer(nn.Module):
 
     config: GemmaConfig
     is_full: bool
-    window: int | None = None  # of a local layer; None where the mask has it already
+    window: int | None  # of a local layer; None of a full one
     owns: bool = True  # keys and values; eq. 5
     implementation: str | None = None
 
