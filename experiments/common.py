@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
 import tyro
@@ -35,12 +35,20 @@ from rich.console import Console
 from rich.table import Table
 
 from specjax import checkpoints, corpus, targets
+from specjax.commands.common import check_range
 from specjax.console import finite, write_json
 from specjax.drafters import base
 
 HERE = pathlib.Path(__file__).parent
 PACKAGES = ("specjax", "jax", "jaxlib", "flax", "optax", "numpy")
 Rows = list[dict[str, Any]]
+# What numbers of these names, without a plural's s, may be in every script.
+LIMITS = {
+    "seed": (0, 2**32 - 1),
+    "temperature": (0, None),
+    "threshold": (0, 1),
+    "weight": (0, None),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +73,10 @@ def run(main: Callable[[Any], Rows], Config: type[Any]) -> None:
         description=script.__doc__,
         default=(Config(**smoke), Run()),
     )
+    try:
+        check(config)
+    except ValueError as error:
+        raise SystemExit(f"{file.name}: {error}") from None
     folder = how.out or HERE / "results" / file.stem / how.name
     if how.smoke and how.out is None:
         folder = pathlib.Path(tempfile.mkdtemp(prefix="specjax-smoke-"))
@@ -91,6 +103,40 @@ def run(main: Callable[[Any], Rows], Config: type[Any]) -> None:
     if hasattr(script, "figure"):
         script.figure(rows, folder / "figure.png")
     print(f"{seconds:.0f} s; wrote {os.path.relpath(folder)}")
+
+
+def check(config: Any, prefix: str = "--") -> None:
+    """Refuses numbers that no script can use, before any work.
+
+    But for `LIMITS`, whole numbers are 1 or more, or 0 where the field's default has a
+    0; others are above 0.
+    """
+    for field in dataclasses.fields(config):
+        value, known = getattr(config, field.name), [*_numbers(field.default)]
+        flag = prefix + field.name.replace("_", "-")
+        if dataclasses.is_dataclass(value):
+            check(value, f"{flag}.")
+        elif value == () and known:
+            raise ValueError(f"{flag} needs at least one value, such as {known[0]}.")
+        least = int(0 not in known)
+        low, high = LIMITS.get(field.name.removesuffix("s"), (least, None))
+        for number in _numbers(value):
+            if low == 1 and isinstance(number, float):
+                if not number > 0:
+                    raise ValueError(
+                        f"{flag} {number:g} is out of range; give more than 0."
+                    )
+            else:
+                check_range(flag, number, low, high)
+
+
+def _numbers(value: Any) -> Iterator[int | float]:
+    """The numbers of a field, those of tuples one by one."""
+    if isinstance(value, tuple):
+        for each in value:
+            yield from _numbers(each)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield value
 
 
 def _keep_compiled() -> None:

@@ -142,11 +142,16 @@ def bench_tables(
 ) -> list[Table]:
     """The main job's table; in two parts where the screen is too narrow."""
     whole = _bench_table(rows, title, [*TAU, *WORTH])
-    wide = screen.options.update(max_width=1000)
-    if screen.measure(whole, options=wide).maximum <= screen.width:
+    if fits(whole, screen):
         return [whole]
     halves = [(title, TAU), (None, WORTH)]
     return [_bench_table(rows, name, columns, box.SIMPLE) for name, columns in halves]
+
+
+def fits(table: Table, screen: Console) -> bool:
+    """Whether all columns keep their width on a screen."""
+    wide = screen.options.update(max_width=1000)
+    return screen.measure(table, options=wide).maximum <= screen.width
 
 
 def _bench_table(

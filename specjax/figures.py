@@ -34,6 +34,8 @@ def bench(rows: Sequence[dict[str, Any]], title: str, path: str | pathlib.Path) 
         len(temperatures),
         figsize=(1.5 + 4.2 * len(temperatures), 8.4),
         squeeze=False,
+        sharex="row",
+        sharey="row",
         constrained_layout=True,
     )
     for column, temperature in enumerate(temperatures):

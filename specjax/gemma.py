@@ -37,16 +37,11 @@ from specjax.kv_cache import KVCache
 from specjax.layers import (
     GatedMLP,
     Rope,
-    Sees,
-    attend,
-    attend_long,
     dense,
     gelu,
-    group_queries,
     mixture,
     of_layers,
     rotate,
-    ungroup_queries,
 )
 from specjax.transformer import (
     Block,
@@ -54,6 +49,7 @@ from specjax.transformer import (
     Shared,
     Transformer,
     TransformerConfig,
+    attend_block,
     locate,
     tables,
 )
@@ -170,13 +166,14 @@ class Attention(nn.Module):
     is_full: bool
     window: int | None
     owns: bool
+    implementation: str | None = None  # of `tree_attention`, where there is a cache
 
     @nn.compact
     def __call__(
         self, x: Float[Array, "B T D"], block: Block, slots: tuple[Array, Array] | None
     ) -> tuple[Array, tuple[Array, Array]]:
         c, kind = self.config, self.config.kind(self.is_full)
-        (T, D), K, E = x.shape[1:], kind.num_kv_heads, kind.head_width
+        D, K, E = x.shape[-1], kind.num_kv_heads, kind.head_width
         G, normal = c.num_heads // K, nn.initializers.normal(0.02)
         turn = lambda y: rotate(y.swapaxes(1, 2), block.cos, block.sin)
 
@@ -196,19 +193,15 @@ class Attention(nn.Module):
                 v = kv_cache.write(slots[1], v, block.start)
             slots = k, v
         assert slots is not None
-        shape = D, c.num_heads * E
-        project = lambda out: dense(out, self.param("out", normal, shape))
-        if isinstance(block.mask, Sees):
-            where = (block.query_positions, block.key_positions), self.window
-            out = attend_long(q, *slots, block.mask, *where, c.query_scale)
-            return project(out), slots
-        mask = block.mask
-        if self.window is not None:
-            distance = block.query_positions[..., None] - block.key_positions[:, None]
-            mask = mask & jnp.tile(distance < self.window, (1, G, 1))
-        q = group_queries(q, K)
-        out = ungroup_queries(attend(q, *slots, mask, scale=c.query_scale), T)
-        return project(out), slots
+        out = attend_block(
+            q,
+            *slots,
+            block,
+            window=self.window,
+            scale=c.query_scale,
+            implementation=self.implementation,
+        )
+        return dense(out, self.param("out", normal, (D, c.num_heads * E))), slots
 
 
 class Experts(nn.Module):
@@ -240,16 +233,17 @@ class Layer(nn.Module):
 
     config: GemmaConfig
     is_full: bool
-    window: int | None = None  # of a local layer; None where the mask has it already
+    window: int | None  # of a local layer; None of a full one
     owns: bool = True  # keys and values; eq. 5
+    implementation: str | None = None
 
     @nn.compact
     def __call__(self, x, block: Block, slots, per_layer=None):
         c, normal = self.config, nn.initializers.normal(0.02)
         norm = lambda name: Norm(c.norm_eps, name=name)
-        a, slots = Attention(c, self.is_full, self.window, self.owns, name="attention")(
-            norm("input_norm")(x), block, slots
-        )
+        kind = self.is_full, self.window, self.owns, self.implementation
+        attention = Attention(c, *kind, name="attention")
+        a, slots = attention(norm("input_norm")(x), block, slots)
         x = x + norm("post_attention_norm")(a)
 
         width = c.mlp_width if self.owns else c.shared_mlp_width or c.mlp_width
@@ -288,7 +282,8 @@ class Stack(Transformer):
 
     def make_layer(self, i: int) -> nn.Module:
         window, c = self.config.windows[i], self.config
-        return of_layers(Layer)(c, window is None, window, i < c.num_owners)
+        owns = i < c.num_owners
+        return of_layers(Layer)(c, window is None, window, owns, self.attention)
 
     def make_norm(self) -> nn.Module:
         return Norm(self.config.norm_eps)

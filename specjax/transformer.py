@@ -128,6 +128,46 @@ class Unrolled(NamedTuple):
     added: tuple[tuple[Array, Array], ...] = ()  # k and v [B K T E] of each pass
 
 
+def attend_block(
+    q: Float[Array, "B T H E"],
+    k: Float[Array, "B K S E"],
+    v: Float[Array, "B K S E"],
+    block: Block,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    own: tuple[tuple[Array, Array], ...] = (),
+    implementation: str | None = None,
+) -> Float[Array, "B T HE"]:
+    """What the tokens of a pass read of one layer's keys and values, heads joined.
+
+    Where the block says of which `nodes` its mask is, `implementation` is one of
+    `tree_attention`'s. `window`, `scale` and `own` are as `attend` has them.
+    """
+    T, G = q.shape[1], q.shape[2] // k.shape[1]
+    if block.nodes is not None and choose(implementation, q, k, v) != "reference":
+        out = tree_attention(
+            q,
+            k,
+            v,
+            *block.nodes,
+            block.query_positions,
+            window=window,
+            scale=scale,
+            implementation=implementation,
+        )
+        return out.reshape(*out.shape[:2], -1)
+    if isinstance(block.mask, Sees):
+        places = block.query_positions, block.key_positions
+        return attend_long(q, k, v, block.mask, places, window, scale)
+    mask = block.mask
+    if window is not None:
+        distance = block.query_positions[..., None] - block.key_positions[:, None]
+        mask = mask & jnp.tile(distance < window, (1, G, 1))
+    out = attend(group_queries(q, k.shape[1]), k, v, mask, own, scale)
+    return ungroup_queries(out, T)
+
+
 class Attention(nn.Module):
     """Grouped-query attention of one layer over the cache and the pass's own tokens.
 
@@ -146,7 +186,7 @@ class Attention(nn.Module):
         slots: tuple[Array, Array] | Unrolled | None,
     ) -> tuple[Array, Any]:
         c = self.config
-        (T, D), K, E = x.shape[1:], c.num_kv_heads, c.head_width
+        D, K, E = x.shape[-1], c.num_kv_heads, c.head_width
         G = c.num_heads // K
         normal, zeros = nn.initializers.normal(0.02), nn.initializers.zeros
 
@@ -168,35 +208,22 @@ class Attention(nn.Module):
         if isinstance(slots, Unrolled):
             slots = Unrolled(slots.k, slots.v, (*slots.added, (k, v)))
             k, v, own = slots
-        elif slots is not None:
-            assert block.start is not None
-            k = kv_cache.write(slots[0], k, block.start)
-            v = kv_cache.write(slots[1], v, block.start)
-            slots = k, v
-            if choose(self.implementation, q, k, v) != "reference":
-                assert block.nodes is not None
-                out = tree_attention(
-                    q,
-                    k,
-                    v,
-                    *block.nodes,
-                    block.query_positions,
-                    window=self.window,
-                    implementation=self.implementation,
-                )
-                return self.project(out.reshape(*out.shape[:2], -1)), slots
         else:
+            if slots is not None:
+                assert block.start is not None
+                k = kv_cache.write(slots[0], k, block.start)
+                v = kv_cache.write(slots[1], v, block.start)
             slots = k, v
-        if isinstance(block.mask, Sees):
-            places = block.query_positions, block.key_positions
-            out = attend_long(q, k, v, block.mask, places, self.window)
-            return self.project(out), slots
-        mask = block.mask
-        if self.window is not None:
-            distance = block.query_positions[..., None] - block.key_positions[:, None]
-            mask = mask & jnp.tile(distance < self.window, (1, G, 1))
-        out = attend(group_queries(q, K), k, v, mask, own)
-        return self.project(ungroup_queries(out, T)), slots
+        out = attend_block(
+            q,
+            k,
+            v,
+            block,
+            window=self.window,
+            own=own,
+            implementation=self.implementation,
+        )
+        return self.project(out), slots
 
     def project(self, out: Float[Array, "B T _D"]) -> Float[Array, "B T D"]:
         """The heads' output in the stack's width."""

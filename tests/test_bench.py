@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from scripted import Reciter
 
+from specjax import figures
 from specjax.bench import Bench, Settings
 from specjax.targets import Pretrained
 from specjax.tree import Tree
@@ -76,3 +77,20 @@ def test_the_verify_pass_is_timed_once_a_tree_and_plain_rounds_beside_all():
     assert bench.calls.count("NoDrafter") == 6
     bench.costs(drafter, None, 1.0)  # its laws are drawn otherwise
     assert bench.calls.count("FreeDrafter") == 6
+
+
+def test_panels_of_all_temperatures_have_the_same_axes(tmp_path, monkeypatch):
+    row = {"drafter": "a", "task": "code", "alpha_by_position": [0.5, 0.4]}
+    values = ("tau", "tau_low", "tau_high", "speedup_measured", "speedup_predicted")
+    rows = [
+        row | {"temperature": t} | dict.fromkeys(values, tau)
+        for t, tau in ((0.0, 3.0), (1.0, 1.5))
+    ]
+    plt = figures.pyplot()
+    monkeypatch.setattr(plt, "close", lambda fig: None)
+    figures.bench(rows, "here", tmp_path / "a.png")
+    limits = [(axis.get_xlim(), axis.get_ylim()) for axis in plt.gcf().axes]
+    monkeypatch.undo()
+    plt.close("all")
+    assert len(limits) == 6 and limits[::2] == limits[1::2]
+    assert limits[0][1][1] > 3

@@ -1,13 +1,15 @@
 """The governing equation by hand, and curves that a scheduler takes."""
 
+import io
 import json
 from unittest import mock
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from specjax import bench, cost, scheduler
-from specjax.commands.cost import Cost, _beside
+from specjax.commands.cost import ALPHAS, Cost, _beside, _measured_tables, _plan_tables
 
 
 @pytest.mark.parametrize(
@@ -162,3 +164,25 @@ def test_a_measured_speedup_is_that_over_plain_decoding(monkeypatch):
     row = _beside(2, run, plain, [1.0, 1.8])
     assert row["measured"] == 1.5
     assert row["error"] == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("width", [80, 150])
+def test_the_tables_of_cost_fit_a_terminal(width):
+    row = {"drafter": "gemma4_mtp", "params": 2.19e9, "c": [0.123], "v": [11.01]}
+    row |= {"tau": [12.57], "speedup": [13.57], "best_gamma": 1, "gammas": [1]}
+    row |= {"best_speedup": 13.57, "break_even": 0.35}
+    row["by_alpha"] = [{"speedup": 10.1 + i} for i in range(len(ALPHAS))]
+    row["measured"] = [{"gamma": 1, "measured": 12.34, "error": -0.12}]
+    row["trees"] = [{"nodes": 16, "speedup": 2.34}]
+    screen = Console(width=width, file=io.StringIO())
+    for tables in (
+        _plan_tables([row], (0.8, 0.7), screen),
+        _measured_tables([row], "acceptance measured at T = 0, 1 row", screen),
+    ):
+        assert len(tables) == 1 + (width == 80)
+        screen.print(*tables)
+    out = screen.file.getvalue()
+    assert max(map(len, out.splitlines())) <= width
+    cells = ("gemma4_mtp", "2.19B", "13.57x", "0.35", "10.10", "14.10", "0.8 0.7")
+    cells += ("break-even", "12.34x", "-12%", "16: 2.34x", "1*")
+    assert all(cell in out for cell in cells)

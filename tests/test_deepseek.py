@@ -575,6 +575,12 @@ def test_a_drafter_with_plain_layers_gets_them_from_a_latent_target(name):
     assert (layer.num_kv_heads, layer.head_width) == (4, 6)
 
 
+def test_a_kernel_that_is_named_is_refused():
+    target = deepseek.DeepSeek(convert.config_from_hf(CONFIG))
+    with pytest.raises(NotImplementedError, match="'pallas_tpu': no kernel"):
+        dataclasses.replace(target, attention="pallas_tpu")
+
+
 @pytest.mark.parametrize("field", [{"qk_norm": True}, {"windows": (4,) * 3}])
 def test_what_latent_attention_lacks_is_refused(field):
     with pytest.raises(ValueError, match="has no"):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from specjax import drafters, gemma, kv_cache, targets, testing
 from specjax.generate import Model, Weights, autoregressive, generate
@@ -188,6 +189,47 @@ def test_chains_and_trees_through_the_cache_are_whole_texts(tmp_path):
         np.testing.assert_allclose(
             found[path], whole(jnp.asarray([text]))[7:], atol=2e-4
         )
+
+
+# Both are deeper than the window: nodes that do not see the anchor.
+TREES = {"chain": Tree.chain(5), "tree": Tree((-1, 0, 0, 1, 2, 4, 5))}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("name", ["gemma3", "gemma4 a", "gemma4 b"])
+def test_a_kernel_that_is_named_gives_the_targets_logits(tmp_path, name, tree):
+    """After 7 and 5 tokens, with local, full and sharing layers and one kv head."""
+    model, block = load(tmp_path, GOLDEN[name][0]), TREES[tree]
+    target, params = model.target, model.params
+    cache = jax.jit(target)(params, jnp.asarray([IDS] * 2), target.init_cache(2, 128))
+    cache = kv_cache.commit(cache.cache, None, jnp.array([7, 5]))
+    nodes = np.random.default_rng(0).integers(0, 64, (2, block.num_nodes))
+    where = {"ancestors": block.ancestors, "depths": block.depths}
+
+    def logits(target):
+        out = target(params, jnp.asarray(nodes, jnp.int32), cache, **where)
+        return target.logits(params, out.hidden)
+
+    right = jax.jit(logits, static_argnums=0)(target)
+    with pltpu.force_tpu_interpret_mode():
+        ours = logits(dataclasses.replace(target, attention="pallas_tpu"))
+    np.testing.assert_allclose(ours, right, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "size", "says"),
+    [
+        ("pallas_tpu", 128, "interpret mode"),
+        ("pallas_tpu", 16, "multiple of 128 slots, got 16"),
+        ("mosaic_gpu", 128, "bfloat16 or float16, got float32"),
+    ],
+)
+def test_a_kernel_that_is_named_and_cannot_run_is_refused(tmp_path, kernel, size, says):
+    model = load(tmp_path, B)
+    named = dataclasses.replace(model.target, attention=kernel)
+    with pytest.raises(ValueError, match=says):
+        jax.jit(named)(model.params, jnp.asarray([IDS]), named.init_cache(1, size))
 
 
 @pytest.mark.parametrize("name", GOLDEN)

@@ -8,14 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 from test_gemma import IDS, A, B, F, S, load
 
 from specjax import checkpoints, feature_cache, kv_cache, testing
-from specjax.drafters import base
+from specjax.drafters import base, gemma4_mtp
 from specjax.drafters.gemma4_mtp import Gemma4MTP, with_clusters
 from specjax.generate import Model, Weights, advance, autoregressive, generate, start
 from specjax.mla import DeepSeekConfig
 from specjax.sampling import GREEDY, Sampling
+from specjax.tree import Tree
 
 V = 64
 ASSISTANT = {
@@ -324,12 +326,43 @@ def test_a_step_sees_nothing_of_what_comes_after_it():
 
 @pytest.mark.parametrize(("more_keys", "first"), [(0, 5), (1, 4)])
 def test_local_layers_see_the_window_and_full_ones_all(more_keys, first):
-    _, _, drafter, _ = kit()
+    """A value has a gradient where it is seen."""
+    target, params, drafter, weights = kit()
     assert drafter.sources == (2, 2, 2, 3)  # the last layer but one, and the last
     drafter = dataclasses.replace(small_window(drafter, 3), more_keys=more_keys)
-    local, full = drafter.blocks(jnp.array([[8]]), 12)
-    assert np.flatnonzero(local.mask[0, 0]).tolist() == list(range(first, 8))
-    assert np.flatnonzero(full.mask[0, 0]).tolist() == list(range(8))
+    rng, n = np.random.default_rng(0), jnp.array([[8]])
+    slots = jnp.asarray(rng.normal(size=(4, 2, 1, 2, 12, 8)), jnp.float32)
+    h, shared = (
+        jnp.asarray(rng.normal(size=(1, 1, 16)), jnp.float32),
+        target.shared(params),
+    )
+    total = lambda slots: step(drafter, weights, shared, n, h, n, slots)[0].sum()
+    grads = jax.grad(total)(tuple((k, v) for k, v in slots))
+    for layer, (_, grad) in enumerate(grads):
+        seen = np.flatnonzero(np.abs(grad).sum((0, 1, 3)))
+        assert seen.tolist() == list(range(first if layer < 3 else 0, 8))
+
+
+@pytest.mark.slow
+def test_drafts_through_the_kernel_of_tree_attention_have_the_same_laws(monkeypatch):
+    """As on a TPU, where it is chosen; a window of 3 after 9 and 5 tokens."""
+    target, params, drafter, weights = kit()
+    tree = Tree((-1, 0, 0, 1, 1, 2))
+    drafter = dataclasses.replace(small_window(drafter, 3), topology=tree)
+    cache = jax.jit(target)(params, TEXT, target.init_cache(2, 128)).cache
+    cache = kv_cache.commit(cache, None, jnp.array([9, 5]))
+    shared = dataclasses.replace(target.shared(params), cache=cache)
+    state = gemma4_mtp.State(jnp.ones((2, 16)))
+    args = state, TEXT[:, 0], Sampling(1.0), jax.random.split(jax.random.key(0), 2)
+    run = lambda: drafter.draft(weights, shared, *args)[0]
+    right = jax.jit(run)()
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    with pltpu.force_tpu_interpret_mode():
+        program = jax.make_jaxpr(lambda: run())()
+        ours = jax.jit(lambda: run())()
+    assert str(program).count("pallas_call") == 8  # layers, of the first step and later
+    np.testing.assert_array_equal(ours.tokens, right.tokens)
+    np.testing.assert_allclose(ours.probs, right.probs, atol=1e-5)
 
 
 def test_loss_and_acceptance_by_hand():

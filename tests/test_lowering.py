@@ -15,11 +15,13 @@ import jax.numpy as jnp
 import pytest
 
 from specjax import testing
+from specjax.gemma import GemmaConfig
 from specjax.generate import Model, Weights, advance, prefill
 from specjax.kernels import clustered_head, tree_attention
 from specjax.kernels.clustered_head import shapes as head_shapes
 from specjax.kernels.tree_attention import shapes
 from specjax.sampling import GREEDY, Sampling
+from specjax.targets.gemma import Gemma
 from specjax.tree import DynamicTree, Tree
 
 # A kernel's platform, and what its call is named once lowered.
@@ -91,9 +93,9 @@ def test_tree_attention_lowers_at_every_shape(name, dtype, shape):
     check_attention(name, (shapes.SMALL | shapes.LARGE)[shape], dtype)
 
 
-def steps(attention, name, topology, sampling=GREEDY, dtype="bfloat16"):
+def steps(attention, name, topology, made=None, sampling=GREEDY, dtype="bfloat16"):
     """Prefill and rounds of a small model as jitted functions with their arguments."""
-    target, params = testing.tiny_target(**TARGET)
+    target, params = made or testing.tiny_target(**TARGET)
     drafter, weights = testing.tiny_drafter(name, target, params)
     if topology is not None:
         drafter = dataclasses.replace(drafter, topology=topology)
@@ -125,6 +127,40 @@ def check_steps(attention, platform, drafter, **options):
 @pytest.mark.parametrize("attention", KERNELS)
 def test_prefill_and_rounds_lower_with_a_named_kernel(attention, drafter):
     check_steps(attention, KERNELS[attention][0], drafter)
+
+
+def tiny_gemma(full_head_width):
+    """Local and full layers of two widths, the last two with the keys of others."""
+    config = GemmaConfig(
+        vocab_size=24,
+        width=16,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        head_width=256,
+        mlp_width=24,
+        windows=(8, None, 8, None),
+        full_kv_heads=1,
+        full_head_width=full_head_width,
+        num_shared_layers=2,
+    )
+    target = Gemma(config)
+    return target, jax.jit(target.init)(jax.random.key(0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["tree", "the target's cache"])
+@pytest.mark.parametrize(
+    ("attention", "width"), [("pallas_tpu", 512), ("mosaic_gpu", 128)]
+)
+def test_every_layer_of_a_gemma_round_lowers_with_a_named_kernel(
+    attention, width, drafter
+):
+    """Gemma 4's 512 on TPU, which the GPU kernel refuses."""
+    platform, call = KERNELS[attention]
+    made = tiny_gemma(width)
+    for run, args, static in steps(attention, *DRAFTERS[drafter], made=made):
+        assert lowered(run, platform, *args, **static).count(f"@{call}") == 4
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])

@@ -68,8 +68,10 @@ def names_in(flag: str, text: str) -> list[str]:
     return names
 
 
-def check_range(flag: str, value: int | None, low: int, high: int | None = None):
-    """Refuses a whole number that is too small or too large."""
+def check_range(
+    flag: str, value: int | float | None, low: int, high: int | None = None
+):
+    """Refuses a number that is too small or too large."""
     if value is None or (low <= value and (high is None or value <= high)):
         return
     limits = f"{low} or more" if high is None else f"{low} to {high}"

@@ -3,6 +3,7 @@
 import dataclasses
 import pathlib
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from specjax.commands import common
@@ -118,7 +119,7 @@ class Cost:
                     self._judge(runner, times, name, pair[0], pair[1])
                     for name, pair in loaded.items()
                 ]
-        out.print(_measured_table(rows, self._how()))
+        out.print(*_measured_tables(rows, self._how(), out))
         out.print(MEASURED_NOTE, style="dim")
         return {
             "target": pretrained.name,
@@ -296,7 +297,7 @@ class Cost:
         out = common.terminal()
         out.print(_plan_head(f"{name} on {self.chips} x {self.chip}", plan))
         out.print(_curve_table(curve, f"target pass, {_rows(setup.batch)}", plan))
-        out.print(_plan_table(rows, alphas))
+        out.print(*_plan_tables(rows, alphas, out))
         out.print(PLAN_NOTE, style="dim")
         return {
             "model": name,
@@ -318,13 +319,14 @@ class Cost:
 
 
 MEASURED_NOTE = """\
-c, v: a draft and a verify pass in plain passes. S: tau / (v + c). Break-even: the
-least constant acceptance that gains at the best gamma. Trees: greedy, of ranks seen on
-other prompts, at the cost of the whole chain's draft."""
+c, v: a draft and a verify pass in plain passes. S: tau / (v + c). Break-even:
+the least constant acceptance that gains at the best gamma. Trees: greedy, of
+ranks seen on other prompts, at the cost of the whole chain's draft."""
 PLAN_NOTE = """\
-S: tau / (v + c). c: a draft and its commit in plain passes, of the drafter's own traced
-program. Even: the least constant acceptance that gains. A constant one flatters long
-drafts; --alpha takes one a position. specjax/roofline.py says what is assumed."""
+S: tau / (v + c). c: a draft and its commit in plain passes, of the drafter's
+own traced program. Even: the least constant acceptance that gains. A constant
+one flatters long drafts; --alpha takes one a position. specjax/roofline.py
+says what is assumed."""
 
 
 def _rows(batch: int) -> str:
@@ -355,13 +357,13 @@ def _beside(gamma: int, run, plain, speeds) -> dict[str, Any]:
     }
 
 
-def _table(title: str, *columns: str):
-    """A table whose first column is text."""
+def _table(title: str, columns: Sequence[str], rows: Sequence[dict[str, str]]):
+    """Named cells; the first column is text."""
     from rich import box
     from rich.table import Table
 
     table = Table(
-        title=title,
+        title=title or None,
         title_justify="left",
         header_style="bold",
         box=box.SIMPLE_HEAD,
@@ -372,34 +374,44 @@ def _table(title: str, *columns: str):
         column_width = None if i else 16  # a longer name goes on in the next line
         side = "right" if i else "left"
         table.add_column(column, justify=side, max_width=column_width, overflow="fold")
+    for row in rows:
+        table.add_row(*(row[column] for column in columns))
     return table
+
+
+def _tables(keys: list[str], parts: dict[str, list[str]], rows, out) -> list[Any]:
+    """One table, or one for each titled part where the screen is too narrow."""
+    from specjax import console
+
+    title = "; right: ".join(filter(None, parts))
+    whole = _table(title, keys + [c for part in parts.values() for c in part], rows)
+    if console.fits(whole, out):
+        return [whole]
+    return [_table(title, keys + part, rows) for title, part in parts.items()]
 
 
 def _curve_table(curve, title: str, plan=None):
-    table = _table(title, "nodes a row", "tokens", "ms", "v", "passes/s")
-    if plan is not None:
-        table.add_column("bound by")
+    rows = []
     for tokens, seconds in zip(curve.tokens, curve.seconds, strict=True):
-        cells = [
-            str(tokens // curve.rows),
-            str(tokens),
-            f"{seconds * 1e3:.2f}",
-            f"{seconds / curve.seconds[0]:.2f}",
-            f"{1 / seconds:.1f}",
-        ]
+        row = {
+            "nodes a row": str(tokens // curve.rows),
+            "tokens": str(tokens),
+            "ms": f"{seconds * 1e3:.2f}",
+            "v": f"{seconds / curve.seconds[0]:.2f}",
+            "passes/s": f"{1 / seconds:.1f}",
+        }
         if plan is not None:
-            cells.append(plan.target_pass(tokens).bound)
-        table.add_row(*cells)
-    return table
+            row["bound by"] = plan.target_pass(tokens).bound
+        rows.append(row)
+    return _table(title, list(rows[0]), rows)
 
 
 def _share(value: float | None) -> str:
     return "none" if value is None else f"{value:.2f}"
 
 
-def _measured_table(rows: list[dict[str, Any]], how: str):
-    names = "drafter", "gamma", "tau", "c", "v", "S", "measured", "error", "break-even"
-    table = _table(f"{how}; * best gamma", *names, "best tree")
+def _measured_tables(rows: list[dict[str, Any]], how: str, out) -> list[Any]:
+    cells = []
     for row in rows:
         told = {m["gamma"]: m for m in row["measured"]}
         G, best = row["gammas"][-1], row["best_gamma"]
@@ -407,19 +419,27 @@ def _measured_table(rows: list[dict[str, Any]], how: str):
         for gamma in dict.fromkeys((G, best)):
             at, m = gamma - 1, told.get(gamma)
             last = gamma == best
-            table.add_row(
-                row["drafter"] if gamma == G else "",
-                f"{gamma}{'*' if last else ' '}",
-                f"{row['tau'][at]:.2f}",
-                f"{row['c'][at]:.2f}",
-                f"{row['v'][at]:.2f}",
-                f"{row['speedup'][at]:.2f}x",
-                f"{m['measured']:.2f}x" if m else "",
-                f"{m['error']:+.0%}" if m else "",
-                _share(row["break_even"]) if last else "",
-                f"{tree['nodes']}: {tree['speedup']:.2f}x" if tree and last else "",
+            cells.append(
+                {
+                    "drafter": row["drafter"] if gamma == G else "",
+                    "gamma": f"{gamma}{'*' if last else ' '}",
+                    "tau": f"{row['tau'][at]:.2f}",
+                    "c": f"{row['c'][at]:.2f}",
+                    "v": f"{row['v'][at]:.2f}",
+                    "S": f"{row['speedup'][at]:.2f}x",
+                    "measured": f"{m['measured']:.2f}x" if m else "",
+                    "error": f"{m['error']:+.0%}" if m else "",
+                    "break-even": _share(row["break_even"]) if last else "",
+                    "best tree": f"{tree['nodes']}: {tree['speedup']:.2f}x"
+                    if tree and last
+                    else "",
+                }
             )
-    return table
+    parts = {
+        f"{how}; * best gamma": ["tau", "c", "v", "S"],
+        "": ["measured", "error", "break-even", "best tree"],
+    }
+    return _tables(["drafter", "gamma"], parts, cells, out)
 
 
 def _plan_head(what: str, plan) -> str:
@@ -428,37 +448,39 @@ def _plan_head(what: str, plan) -> str:
     cache = plan.stored_per_row * s.batch * s.cache_bytes / 1e9
     ms = {f: getattr(part, f) * 1e3 for f in ("weights", "cache", "collectives")}
     return (
-        f"{what}, context {s.context}, "
-        f"{_rows(s.batch)}: {weights:.0f} GB of weights, {cache:.2g} GB of cache\n"
+        f"{what}, context {s.context}, {_rows(s.batch)}\n"
+        f"{weights:.0f} GB of weights, {cache:.2g} GB of cache; "
+        f"{s.collective * 1e6:g} us an all-reduce, {s.overhead * 1e6:g} us a pass\n"
         f"achieved: {s.bandwidth_share:.0%} of {s.chip.bandwidth / 1e12:g} TB/s, "
         f"{s.compute_share:.0%} of {s.chip.flops / 1e12:g} TFLOP/s; "
-        f"{s.collective * 1e6:g} us an all-reduce, {s.overhead * 1e6:g} us a pass\n"
+        f"{1 / part.seconds:.0f} tokens/s a row\n"
         f"plain round {part.seconds * 1e3:.2f} ms: weights {ms['weights']:.2f}, cache "
-        f"{ms['cache']:.2f}, all-reduces {ms['collectives']:.2f}; "
-        f"{1 / part.seconds:.0f} tokens/s a row"
+        f"{ms['cache']:.2f}, all-reduces {ms['collectives']:.2f}"
     )
 
 
-def _plan_table(rows: list[dict[str, Any]], alphas):
+def _plan_tables(rows: list[dict[str, Any]], alphas, out) -> list[Any]:
     given = " ".join(f"{a:g}" for a in alphas)
-    names = "drafter", "params", "c(1)", "gamma", "c", "v", "tau", "S", "even"
-    grid = [f"{a:g}".removeprefix("0") for a in ALPHAS]
-    title = (
-        f"acceptance {given}, at the best gamma; right: S at the best gamma of others"
-    )
-    table = _table(title, *names, *grid)
+    cells = []
     for row in rows:
         at = row["best_gamma"] - 1
-        table.add_row(
-            row["drafter"],
-            f"{row['params'] / 1e9:.2f}B",
-            f"{row['c'][0]:.3f}",
-            str(row["best_gamma"]),
-            f"{row['c'][at]:.2f}",
-            f"{row['v'][at]:.2f}",
-            f"{row['tau'][at]:.2f}",
-            f"{row['best_speedup']:.2f}x",
-            _share(row["break_even"]),
-            *(f"{x['speedup']:.2f}" for x in row["by_alpha"]),
-        )
-    return table
+        own = {
+            "params": f"{row['params'] / 1e9:.2f}B",
+            "c(1)": f"{row['c'][0]:.3f}",
+            "gamma": str(row["best_gamma"]),
+            "c": f"{row['c'][at]:.2f}",
+            "v": f"{row['v'][at]:.2f}",
+            "tau": f"{row['tau'][at]:.2f}",
+            "S": f"{row['best_speedup']:.2f}x",
+            "even": _share(row["break_even"]),
+        }
+        others = {
+            f"{a:g}".removeprefix("0"): f"{x['speedup']:.2f}"
+            for a, x in zip(ALPHAS, row["by_alpha"], strict=True)
+        }
+        cells.append({"drafter": row["drafter"]} | own | others)
+    parts = {
+        f"acceptance {given}, at the best gamma": list(own),
+        "S at the best gamma of others": list(others),
+    }
+    return _tables(["drafter"], parts, cells, out)

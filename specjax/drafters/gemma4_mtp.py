@@ -58,10 +58,11 @@ class State:
 
 
 class Net(nn.Module):
-    """Eq. 1, 2 and 4, and the norm of 3."""
+    """Eq. 1, 2 and 4, and the norm of 3; `more_keys` as `Gemma4MTP` has it."""
 
     config: GemmaConfig
     target_width: int
+    more_keys: int = 0
 
     @nn.compact
     def __call__(
@@ -77,7 +78,9 @@ class Net(nn.Module):
         u = dense(jnp.concatenate([e, h], axis=-1), pre)
         for i, window in enumerate(c.windows):
             full = window is None
-            layer = of_layers(gemma.Layer)(c, full, owns=False, name=f"layer_{i}")
+            if window is not None:  # it counts the anchor's slot too, which is empty
+                window += 1 + self.more_keys
+            layer = of_layers(gemma.Layer)(c, full, window, False, name=f"layer_{i}")
             u, _ = layer(u, blocks[full], slots[i])
         z = gemma.Norm(c.norm_eps, name="norm")(u)
         return z, dense(z, self.param("post", normal, (W, c.width)))
@@ -223,7 +226,7 @@ class Gemma4MTP:
         slots = tuple((x, x) for x in nothing)
         blocks = self.blocks(jnp.ones((1, 1), jnp.int32), 1)
         normal = nn.initializers.normal(c.width**-0.5)
-        net = Net(c, W).init(net_key, x, x, blocks, slots)["params"]
+        net = Net(c, W, self.more_keys).init(net_key, x, x, blocks, slots)["params"]
         head = normal(head_key, (V, c.width))
         if not self.order:
             return {"net": net, "head": head}
@@ -238,26 +241,27 @@ class Gemma4MTP:
                 f"{self.target_width}; the target has {V} of width {W}."
             )
 
-    def blocks(self, n: Int[Array, "B T"], size: int) -> tuple[Block, Block]:
-        """Of local and of full layers, for anchors at n that see slots below n."""
+    def blocks(
+        self, n: Int[Array, "B T"], size: int, nodes: Any = None
+    ) -> tuple[Block, Block]:
+        """Of local and of full layers, for anchors at n that see slots below n.
+
+        The window is the layers' own. `nodes` are those of `transformer.Block`.
+        """
         c, slot = self.config, jnp.arange(size, dtype=jnp.int32)
         keys = jnp.broadcast_to(slot[None], (n.shape[0], size))
-        window = next((w for w in c.windows if w is not None), None)
         made = []
         for full in (False, True):
             kind = c.kind(full)
             cos, sin = rotary(kind.rope, n - self.back, kind.head_width)
             mask = slot[None, None] < n[..., None]
-            if not full and window is not None:
-                first = n[..., None] - window - self.more_keys
-                mask = mask & (slot[None, None] >= first)
             mask = jnp.tile(mask, (1, c.num_heads // kind.num_kv_heads, 1))
-            made.append(Block(cos, sin, n, keys, mask, None))
+            made.append(Block(cos, sin, n, keys, mask, None, nodes))
         return made[0], made[1]
 
     def step(self, params, shared: Shared, tokens, h, blocks, slots):
         """Eq. 1 to 4 without the softmax: z and h' [B T ..]."""
-        net = Net(self.config, self.target_width)
+        net = Net(self.config, self.target_width, self.more_keys)
         e = shared.embedding(tokens)
         out: Any = net.apply({"params": params["net"]}, e, h, blocks, slots)
         return out
@@ -290,7 +294,9 @@ class Gemma4MTP:
         def step(carry, tokens, h, sees, level):
             del sees, level  # each node knows the ones above it by h alone
             n = jnp.broadcast_to(cache.length[:, None], tokens.shape)
-            blocks = self.blocks(n, cache.size)
+            # Nothing is uncommitted: one slot that no node sees.
+            unseen = jnp.zeros((*n.shape, 1), bool), jnp.zeros_like(n[:, :1])
+            blocks = self.blocks(n, cache.size, (cache.length, *unseen))
             z, h = self.step(params, shared, tokens, h, blocks, slots)
             return self.logits(params, z), h, carry
 

@@ -31,6 +31,12 @@ class DeepSeek(Llama):
 
     config: DeepSeekConfig
 
+    def __post_init__(self):
+        if self.attention not in (None, "reference"):
+            raise NotImplementedError(
+                f"attention={self.attention!r}: no kernel attends to latents. Use None."
+            )
+
     def init(self, key: PRNGKey) -> Params:
         """Random float32 weights; under `jax.eval_shape` only their shapes."""
         tokens = jnp.zeros((1, 1), jnp.int32)

@@ -78,7 +78,7 @@ class Gemma(Llama):
         return gemma.init_cache(self.config, batch_size, size, dtype)
 
     def __call__(self, params: Params, tokens, cache=None, **block) -> Output:
-        return gemma.Stack(self.config).apply(
+        return gemma.Stack(self.config, self.attention).apply(
             {"params": params}, tokens, cache, **block
         )  # pyright: ignore[reportReturnType]
 
