@@ -387,6 +387,21 @@ def shift(x: Array, by: int) -> Array:
     return jnp.concatenate([x[:, by:], jnp.zeros_like(x[:, :by])], axis=1)
 
 
+def late(steps: list[Array]) -> list[Array]:
+    """What step k = 1, 2, .. makes of place t - k, at t: there all guess one token,
+    and the target's law of it is computed once."""
+    return [shift(x, -k) for k, x in enumerate(steps, 1)]
+
+
+def late_means(
+    values: list[Float[Array, "B T"]], wanted: Bool[Array, "B T"]
+) -> Float[Array, "K"]:
+    """Each step's `masked_mean` of what `late` made, which begins at t = k."""
+    place = jnp.arange(wanted.shape[1])[None]
+    means = [masked_mean(x, wanted & (place >= k)) for k, x in enumerate(values, 1)]
+    return jnp.stack(means)
+
+
 def place_keys(key: PRNGKey, shape: tuple[int, ...]) -> Array:
     """A key for each row and place [B T]: padding changes no other place's draws."""
     fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))

@@ -223,21 +223,22 @@ class Eagle3(Recurrent):
             every=1,
             steps=max(self.ttt_steps, self.tree.depth),
         )
-        z = shared.logits(batch.hidden)
-        counted = batch.mask & base.shift(batch.mask, 1)
-        if self.draft_ids:
-            within = np.isin(np.arange(self.config.vocab_size), self.ids)
-            likely = jnp.asarray(within)[jnp.argmax(z, axis=-1)]
-            counted, z = counted & base.shift(likely, 1), z[..., self.ids]
-        p = jax.nn.softmax(z, axis=-1)
+        counted = batch.mask & base.shift(batch.mask, -1)
 
-        ces = []
-        for i, a in enumerate(outputs[: self.ttt_steps], 1):
-            logits = self.draft_logits(params, shared, a[:, :-i])
-            ce = base.soft_cross_entropy(logits, p[:, i:])
-            ces.append(base.masked_mean(ce, counted[:, i - 1 : -1]))
-        ce = jnp.stack(ces)
-        weights = self.decay ** jnp.arange(len(ces), dtype=jnp.float32)
+        def values(late, hidden, counted):
+            z = shared.logits(hidden)
+            if self.draft_ids:
+                within = np.isin(np.arange(self.config.vocab_size), self.ids)
+                counted &= jnp.asarray(within)[jnp.argmax(z, axis=-1)]
+                z = z[..., self.ids]
+            p = jax.nn.softmax(z, axis=-1)
+            laws = (self.draft_logits(params, shared, a) for a in late)
+            return [base.soft_cross_entropy(q, p) for q in laws], counted
+
+        scores = self.config.vocab_size + self.ttt_steps * len(self.ids)
+        args = base.late(outputs[: self.ttt_steps]), batch.hidden, counted
+        ce = base.late_means(*base.few_places(values, scores, *args))
+        weights = self.decay ** jnp.arange(self.ttt_steps, dtype=jnp.float32)
         every, frozen = base.THIN, jax.lax.stop_gradient((params, outputs))
         thin = [a[:, ::every] for a in frozen[1]]
         logs = self.acceptance(frozen[0], shared, batch, thin, every)

@@ -347,20 +347,23 @@ class Gemma4MTP:
         del key
         trained, G = self.unroll or self.tree.depth, self.tree.depth
         thin = lambda x: x[:, :: base.THIN]
-        losses, accepted, known = [], [], []
+        accepted, known = [], []
         states = self.states(params, shared, batch, max(trained, G))
-        for k, z in enumerate(states, 1):
-            target = base.shift(batch.hidden, k)
-            wanted = base.shift(batch.mask, 1 + k)
-            if k <= trained:
-                p = jax.nn.softmax(shared.logits(target), axis=-1)
-                losses.append(base.masked_mean(self._distance(params, z, p), wanted))
-            if k <= G:
-                q = self.logits(params, thin(z))
-                accepted.append(base.overlap(q, shared.logits(thin(target))))
-                known.append(thin(wanted))
+        for k, z in enumerate(states[:G], 1):
+            q = self.logits(params, thin(z))
+            p = shared.logits(thin(base.shift(batch.hidden, k)))
+            accepted.append(base.overlap(q, p))
+            known.append(thin(base.shift(batch.mask, 1 + k)))
+
+        def values(zs, hidden):
+            p = jax.nn.softmax(shared.logits(hidden), axis=-1)
+            return [self._distance(params, z, p) for z in zs]
+
+        scores, late = trained * shared.embed.shape[0], base.late(states[:trained])
+        losses = base.few_places(values, scores, late, batch.hidden)
+        ce = base.late_means(losses, base.shift(batch.mask, 1))
         w = self.decay ** np.arange(trained, dtype=np.float32)
-        ce, stack = jnp.stack(losses), lambda xs: jnp.stack(xs, axis=-1)
+        stack = lambda xs: jnp.stack(xs, axis=-1)
         logs = base.acceptance(stack(accepted), stack(known))
         return jnp.sum(ce * (w / w.sum())), {"ce": ce} | logs
 

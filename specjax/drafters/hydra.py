@@ -289,45 +289,31 @@ class Hydra:
         return total, logs | base.acceptance(stack(accepted), stack(known))
 
     def _terms(self, params, shared: Shared, zs: list, lasts: list, batch: Batch):
-        """The means of eq. 6 at each head [K] whose weights are not zero.
-
-        What head k makes of place t - k stands at t: all heads there predict the next
-        token, and the target's law of it is computed once.
-        """
+        """The means of eq. 6 at each head [K] whose weights are not zero."""
         own = [params[f"head_{k}"] for k in range(1, len(zs) + 1)]
 
         def values(lasts, hidden, label):
             found = {"lm": [], "teacher": []}
-            if self.w_teacher:
-                p = jax.nn.softmax(shared.logits(hidden), axis=-1)
+            p = jax.nn.softmax(shared.logits(hidden)) if self.w_teacher else None
             for x, w in zip(lasts, own, strict=True):
                 q = affine(x, (w["vocab"], w["vocab_bias"]), jnp.float32)
                 if self.w_lm:
                     found["lm"].append(base.cross_entropy(q, label))
-                if self.w_teacher:
+                if p is not None:
                     found["teacher"].append(base.soft_cross_entropy(q, p))
             return found
 
-        late = [base.shift(x, -k) for k, x in enumerate(lasts, 1)]
-        V, label = shared.embed.shape[0], base.shift(batch.tokens, 1)
-        each = base.few_places(values, len(own) * V, late, batch.hidden, label)
-        place, following = jnp.arange(label.shape[1])[None], base.shift(batch.mask, 1)
+        scores, label = len(own) * shared.embed.shape[0], base.shift(batch.tokens, 1)
+        args = base.late(lasts), batch.hidden, label
+        found, wanted = (
+            base.few_places(values, scores, *args),
+            base.shift(batch.mask, 1),
+        )
+        means = {k: base.late_means(x, wanted) for k, x in found.items() if x}
         if self.w_rec:
-            each["rec"] = [
-                base.smooth_l1(base.shift(z, -k), batch.hidden)
-                for k, z in enumerate(zs, 1)
-            ]
-        mean = lambda x, wanted, k: base.masked_mean(x, wanted & (place >= k))
-        return {
-            name: jnp.stack(
-                [
-                    mean(x, batch.mask if name == "rec" else following, k)
-                    for k, x in enumerate(xs, 1)
-                ]
-            )
-            for name, xs in each.items()
-            if xs
-        }
+            distances = [base.smooth_l1(z, batch.hidden) for z in base.late(zs)]
+            means["rec"] = base.late_means(distances, batch.mask)
+        return means
 
     def _dropout(self, key: PRNGKey, shape: tuple[int, ...]) -> Drop:
         """Dropout whose draws depend on a position's row and place alone."""
