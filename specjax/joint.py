@@ -180,23 +180,26 @@ class Learner:
         )
         weights = merge(context.target, low, s.alpha / s.rank)
         out = self.target(weights, batch.tokens, None, taps=self.drafter.taps)
-        logits = self.target.logits(weights, out.hidden)
-        first = shared.logits(batch.hidden)
-        own, kl = self._own_loss(logits, first, batch)
+        logits = functools.partial(self.target.logits, weights)
+        own, kl = self._own_loss(logits, out.hidden, shared, batch)
         tuned = dataclasses.replace(batch, features=out.features, hidden=out.hidden)
         heads, logs = self.drafter.loss(params, shared, tuned, key)
         total = own + s.head_weight * ramp(s.schedule, context.progress) * heads
         return total, logs | {"own": own, "kl": kl, "heads": heads}
 
-    def _own_loss(self, logits, first, batch: Batch):
+    def _own_loss(self, logits_of, hidden, shared: Shared, batch: Batch):
         """Eq. 2, and the KL in any case."""
-        p, wanted = jax.nn.softmax(first, axis=-1), base.shift(batch.mask, 1)
-        entropy = base.soft_cross_entropy(first, p)
-        kl = base.masked_mean(base.soft_cross_entropy(logits, p) - entropy, wanted)
-        if self.settings.distil:
-            return kl, kl
-        ce = base.cross_entropy(logits, base.shift(batch.tokens, 1))
-        return base.masked_mean(ce, wanted), kl
+
+        def values(hidden, before, label):
+            logits, first = logits_of(hidden), shared.logits(before)
+            p, soft = jax.nn.softmax(first, axis=-1), base.soft_cross_entropy
+            kl = soft(logits, p) - soft(first, p)
+            return kl if self.settings.distil else base.cross_entropy(logits, label), kl
+
+        args = hidden, batch.hidden, base.shift(batch.tokens, 1)
+        wanted = base.shift(batch.mask, 1)
+        means = base.few_places(values, shared.embed.shape[0], *args)
+        return tuple(base.masked_mean(x, wanted) for x in means)
 
     def scale_updates(self, updates: Params) -> Params:
         """The target's share of the learning rate."""

@@ -256,6 +256,27 @@ def test_gradients_are_finite_and_in_the_drafter_alone(kit):
 
 
 @pytest.mark.slow
+def test_losses_of_a_few_places_at_a_time_are_those_of_all(kit, monkeypatch):
+    """As of a vocabulary and a text whose scores would be too many."""
+    right = kit.loss(kit.batch())
+
+    def traced():  # anew: JAX keeps what it has traced
+        args = kit.shared, kit.batch(), jax.random.key(0)
+        loss = lambda weights: kit.drafter.loss(weights, *args)
+        return jax.jit(jax.value_and_grad(loss, has_aux=True)).trace(kit.weights)
+
+    scans = lambda traced: str(traced.jaxpr).count("scan[")
+    whole = traced()
+    monkeypatch.setattr(base, "SCORES", 200)
+    parts = traced()
+    assert scans(parts) >= scans(whole) + 2
+    (value, _), gradient = parts.lower().compile()(kit.weights)
+    assert value == pytest.approx(float(right[0]), rel=1e-5)
+    for x, y in zip(leaves(gradient), leaves(right[2]), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-7 + 1e-5 * np.abs(y).max(), rtol=1e-4)
+
+
+@pytest.mark.slow
 def test_a_few_adam_steps_lower_the_loss(kit):
     batch, optimizer = kit.batch(), optax.adam(1e-2)
     update = jax.jit(optimizer.update)

@@ -50,7 +50,8 @@ def batch_of(*text):
 def train_rows(drafter, params, batch, key):
     """The rows that a step draws and their logits."""
     rows = drafter.rows(key, batch.mask)
-    return rows, drafter.logits(params, batch, rows)
+    states = drafter.states(params, batch, rows)
+    return rows, tables(drafter.config, params).logits(states)
 
 
 def rows_of(T=64, mask=None, seed=0, **fields):

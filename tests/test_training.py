@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from toy_run import CONFIG, DRAFTER, TEXTS, Log, make_target, same
 
-from specjax import feature_cache, testing, training
+from specjax import feature_cache, sharding, testing, training
 from specjax.corpus import Texts
 from specjax.drafters import base
 from specjax.drafters.medusa import Medusa
@@ -168,6 +168,35 @@ def test_the_written_gradient_of_the_soft_loss_is_the_derived_one():
             right = found
     for a, b in zip(found, right, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("mesh", [None, MeshShape(data=2, tensor=4)], ids=str)
+@pytest.mark.parametrize("T", [6, 7, 8])
+def test_a_few_places_at_a_time_give_what_all_give(T, mesh, monkeypatch):
+    """On the mesh one row of 6 or 8 tokens is split by tokens, each part for itself."""
+    x = jnp.arange(T * 3.0).reshape(1, T, 3)
+    held = []
+
+    def values(x, label):
+        held.append(x.shape)
+        return {"a": jnp.sin(x).sum(2) * label, "b": jnp.stack([label, -label], 2)}
+
+    def run(x):
+        label = jnp.arange(float(T))[None]
+        out = base.few_places(values, 5, x, label)
+        return jnp.sum(out["a"] ** 2), out
+
+    grad = jax.value_and_grad(run, has_aux=True)
+    right = grad(x)
+    assert held.pop() == (1, T, 3)
+    held.clear()
+    monkeypatch.setattr(base, "SCORES", 10 if mesh is None else 2)
+    with sharding.use(mesh and mesh.make()):
+        found = jax.jit(grad)(x)
+    most = 2 if mesh is None else 4
+    assert held and all(shape[1] <= most for shape in held)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-5)
+    jax.tree.map(close, found, right)
 
 
 @pytest.mark.slow

@@ -281,23 +281,24 @@ class DFlash:
         """Eq. 5 over the batch's anchors."""
         x, at, wanted = self.blocks(params, shared, batch, key)
         rows = jnp.arange(x.shape[0])[:, None, None]
-        logits = shared.logits(x[:, :, 1:])  # [B A G V]
+        V, x = shared.embed.shape[0], x[:, :, 1:]
         weights = jnp.where(wanted, self.slot_weights[None, None], 0.0)
-        ce = base.cross_entropy(logits, batch.tokens[rows, at])
+        ce = base.label_losses(shared.logits, V, x, batch.tokens[rows, at])
 
         by_slot = jax.vmap(base.masked_mean, in_axes=(2, 2))
         logs = {"ce": by_slot(ce, wanted)}
-        logs |= self.judge(shared, batch, logits, at, wanted)
+        law = lambda some: shared.logits(x[:, some])
+        logs |= self.judge(shared, batch, law, at, wanted)
         return base.masked_mean(ce, weights), logs
 
-    def judge(self, shared: Shared, batch: Batch, logits, at, wanted) -> dict:
-        """What to log of logits [B A G V] for the labels at `at`."""
+    def judge(self, shared: Shared, batch: Batch, law, at, wanted) -> dict:
+        """What to log of blocks with labels at `at`; `law` of some [B A G V]."""
         # p of x_{s+k} is read from the state at s + k - 1. Anchors ascend, so those
         # that are judged are spread over the text.
         A, rows = at.shape[1], jnp.arange(at.shape[0])[:, None, None]
         some = np.linspace(0, A - 1, max(1, A // base.THIN)).round().astype(int)
         target = shared.logits(batch.hidden[rows, at[:, some] - 1])
-        accepted = self._acceptance(logits[:, some], target)
+        accepted = self._acceptance(law(some), target)
         return base.acceptance(accepted, wanted[:, some])
 
     @property

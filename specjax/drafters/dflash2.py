@@ -221,21 +221,30 @@ class DFlash2(DFlash):
         """Eq. 5 beside DFlash's loss; "alpha" is that of the selector's law."""
         x, at, wanted = self.blocks(params, shared, batch, key)
         rows, h = jnp.arange(x.shape[0])[:, None, None], x[:, :, 1:]
-        logits, labels = shared.logits(h), batch.tokens[rows, at]
+        before, labels = batch.tokens[rows, at - 1], batch.tokens[rows, at]
         weights = jnp.where(wanted, self.slot_weights[None, None], 0.0)
-        ce = base.cross_entropy(logits, labels)
 
-        scores = self.select(params, shared, logits, batch.tokens[rows, at - 1], h)
-        score = jnp.take_along_axis(scores, labels[..., None], axis=-1)[..., 0]
-        covered = jnp.isfinite(score)
-        # In two steps: no NaN may come from the gradient of what is not covered.
-        path = jax.nn.logsumexp(scores, axis=-1) - jnp.where(covered, score, 0.0)
+        def values(h, before, labels):
+            logits = shared.logits(h)
+            scores = self.select(params, shared, logits, before, h)
+            score = jnp.take_along_axis(scores, labels[..., None], axis=-1)[..., 0]
+            covered = jnp.isfinite(score)
+            # In two steps: no NaN may come from the gradient of what is not covered.
+            path = jax.nn.logsumexp(scores, axis=-1) - jnp.where(covered, score, 0.0)
+            return base.cross_entropy(logits, labels), path, covered
+
+        args = self.gamma * shared.embed.shape[0], h, before, labels
+        ce, path, covered = base.few_places(values, *args)
         path = base.masked_mean(path, jnp.where(covered, weights, 0.0))
+
+        def law(some):
+            mine = before[:, some], h[:, some]
+            return self.select(params, shared, shared.logits(mine[1]), *mine)
 
         by_slot = jax.vmap(base.masked_mean, in_axes=(2, 2))
         logs = {
             "ce": by_slot(ce, wanted),
             "ce_selector": path,
             "covered": by_slot(covered.astype(jnp.float32), wanted),
-        } | self.judge(shared, batch, scores, at, wanted)
+        } | self.judge(shared, batch, law, at, wanted)
         return base.masked_mean(ce, weights) + self.w_selector * path, logs

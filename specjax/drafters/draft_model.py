@@ -29,7 +29,7 @@ from specjax.drafters import base
 from specjax.drafters.base import Batch, Card, Draft
 from specjax.kv_cache import KVCache
 from specjax.pytree import pytree
-from specjax.transformer import Shared, Transformer, TransformerConfig, tables
+from specjax.transformer import Output, Shared, Transformer, TransformerConfig, tables
 from specjax.tree import DynamicTree, Tree
 from specjax.typing import Array, Float, Int, Params, PRNGKey
 
@@ -111,9 +111,12 @@ class DraftModel:
 
     def forward(self, params, tokens, cache=None, **block) -> tuple[Array, Any]:
         """One pass: logits [B T V] and the cache, its length as it was."""
-        net = Transformer(self.config)
-        out: Any = net.apply({"params": params}, tokens, cache, **block)
+        out = self.run(params, tokens, cache, **block)
         return tables(self.config, params).logits(out.hidden), out.cache
+
+    def run(self, params, tokens, cache=None, **block) -> Output:
+        net = Transformer(self.config)
+        return net.apply({"params": params}, tokens, cache, **block)  # pyright: ignore[reportReturnType]
 
     def prefill(self, params, shared, tokens, lengths, features, cache_size) -> State:
         del shared, features
@@ -200,18 +203,22 @@ class DraftModel:
     def loss(self, params, shared: Shared, batch: Batch, key: PRNGKey):
         """Mean divergence from the target at the positions that predict an answer."""
         del key
-        logits, _ = self.forward(params, batch.tokens)
-        target = shared.logits(batch.hidden)
+        hidden = self.run(params, batch.tokens).hidden
         wanted = base.shift(batch.mask, 1)
-        if self.distill == "ce":
-            values = base.cross_entropy(logits, base.shift(batch.tokens, 1))
-        else:
-            values = DIVERGENCES[self.distill](target, logits)
+        logits = tables(self.config, params).logits
+
+        def distance(hidden, known, label):
+            if self.distill == "ce":
+                return base.cross_entropy(logits(hidden), label)
+            return DIVERGENCES[self.distill](shared.logits(known), logits(hidden))
+
+        args = hidden, batch.hidden, base.shift(batch.tokens, 1)
+        values = base.few_places(distance, self.config.vocab_size, *args)
         drafts = lambda x: jnp.stack(  # every THIN-th start, the G positions from there
             [base.shift(x, k)[:, :: base.THIN] for k in range(self.gamma)], axis=2
         )
-        accepted = base.overlap(drafts(logits), drafts(target))
-        logs = base.acceptance(accepted, drafts(wanted))
+        pair = logits(drafts(hidden)), shared.logits(drafts(batch.hidden))
+        logs = base.acceptance(base.overlap(*pair), drafts(wanted))
         return base.masked_mean(values, wanted), logs
 
 

@@ -236,14 +236,20 @@ class DSpark(DFlash):
         h, at, wanted = self.blocks(params, shared, batch, key)
         wanted = jnp.cumprod(wanted, axis=-1) > 0
         rows = jnp.arange(h.shape[0])[:, None, None]
-        before = batch.tokens[rows, at - 1]
-        correction, z = self.sequential(params, shared, SequentialHead.train, before, h)
-        logits = shared.logits(h) + correction  # [B A G V]
+
+        def values(h, before, hidden, labels):
+            train = SequentialHead.train
+            correction, z = self.sequential(params, shared, train, before, h)
+            logits = shared.logits(h) + correction  # [B A G V]
+            p = jax.nn.softmax(shared.logits(hidden), axis=-1)
+            l1 = jnp.sum(jnp.abs(jax.nn.softmax(logits, axis=-1) - p), axis=-1)
+            return base.cross_entropy(logits, labels), l1, z
+
         # p of a label is read from the state one place before it.
-        p = jax.nn.softmax(shared.logits(batch.hidden[rows, at - 1]), axis=-1)
-        l1 = jnp.sum(jnp.abs(jax.nn.softmax(logits, axis=-1) - p), axis=-1)
+        text, scores = batch.tokens, self.gamma * shared.embed.shape[0]
+        args = text[rows, at - 1], batch.hidden[rows, at - 1], text[rows, at]
+        ce, l1, z = base.few_places(values, scores, h, *args)
         accepted = jax.lax.stop_gradient(jnp.clip(1 - l1 / 2, 0, 1))
-        ce = base.cross_entropy(logits, batch.tokens[rows, at])
         bce = jax.nn.softplus(z) - accepted * z
 
         weights = jnp.where(wanted, self.slot_weights[None, None], 0.0)

@@ -56,7 +56,7 @@ from specjax.drafters.base import Batch, Card
 from specjax.drafters.parallel import IDLE, Rows
 from specjax.drafters.recurrent import State
 from specjax.kv_cache import KVCache
-from specjax.layers import Sees, dense, is_long, of_layers
+from specjax.layers import dense, of_layers
 from specjax.transformer import Layer, Shared, TransformerConfig, locate
 from specjax.tree import DynamicTree, Tree
 from specjax.typing import Array, Bool, Float, Int, Params, PRNGKey
@@ -255,15 +255,8 @@ class PEagle:
         number = rows.anchor * self.blocks + rows.depth
         return jnp.where(rows.real, number, T * self.blocks)
 
-    def sees(self, rows: Rows) -> Bool[Array, "B R R"] | Sees:
-        """Which of the rows sees which; of very many how to tell."""
-        c, of = self.config, (rows.anchor, rows.depth)
-        if is_long(c.num_heads // c.num_kv_heads, rows.anchor.shape[1]):
-            return Sees(of, of, parallel.visible)
-        return parallel.visible(of, of)
-
     def states(self, params, batch: Batch, rows: Rows, sees) -> Array:
-        """What U reads at rows of the flattened texts [B R D]; see `sees`."""
+        """What U reads at rows of the flattened texts [B R D]; see `parallel.sees`."""
         is_mask = rows.depth > 0
         tokens = rows.read(batch.tokens, rows.anchor + 1)  # at the end of a text: none
         tokens = jnp.where(is_mask, jnp.int32(self.mask_token_id), tokens)
@@ -282,7 +275,8 @@ class PEagle:
         frozen = jax.lax.stop_gradient(params)
 
         def logits(rows, where):
-            x = self.states(frozen, batch, rows, self.sees(rows))[:, where]
+            sees = parallel.sees(self.config, rows)
+            x = self.states(frozen, batch, rows, sees)[:, where]
             return self.logits(frozen, shared, x)
 
         logs = parallel.judge(logits, shared, batch, self.tree.depth, offset=1)
@@ -311,7 +305,7 @@ class PEagle:
             if small:
                 sees = table[number[:, :, None], number[:, None, :]]
             else:
-                sees = self.sees(some)
+                sees = parallel.sees(self.config, some)
             x = self.states(params, batch, some, sees)
 
             text = s * own_text + jnp.arange(own_text)
@@ -323,9 +317,13 @@ class PEagle:
             place = mine.position + 1
             wanted = mine.read(batch.mask, place)
             wanted &= jnp.pad(text < T, (0, own_masks), constant_values=True)[None]
-            logits = self.logits(params, shared, x)
-            p = jax.nn.softmax(shared.logits(mine.read(batch.hidden, place)), axis=-1)
-            ce = base.soft_cross_entropy(logits, p)
+
+            def distance(x, hidden):
+                p = jax.nn.softmax(shared.logits(hidden), axis=-1)
+                return base.soft_cross_entropy(self.logits(params, shared, x), p)
+
+            args = x, mine.read(batch.hidden, place)
+            ce = base.few_places(distance, self.config.vocab_size, *args)
             return jnp.sum(jnp.where(wanted, ce, 0.0))
 
         if S == 1:

@@ -32,7 +32,8 @@ import numpy as np
 from specjax.drafters import base
 from specjax.drafters.base import Batch
 from specjax.drafters.recurrent import State
-from specjax.transformer import Shared
+from specjax.layers import Sees, is_long
+from specjax.transformer import Shared, TransformerConfig
 from specjax.typing import Array, Bool, Int, PRNGKey
 
 IDLE = -2  # anchor of a slot that holds no row; the lowest real one is -1, no text
@@ -74,6 +75,14 @@ def visible(query, key):
         (x[..., None, :] for x in key),
     )
     return ((key_d == 0) & (key_a <= a)) | ((key_a == a) & (key_d <= d))
+
+
+def sees(config: TransformerConfig, rows: Rows) -> Bool[Array, "B R R"] | Sees:
+    """Which of the rows sees which; of very many how to tell."""
+    of = rows.anchor, rows.depth
+    if is_long(config.num_heads // config.num_kv_heads, rows.anchor.shape[1]):
+        return Sees(of, of, visible)
+    return visible(of, of)
 
 
 def num_kept(n: int, depth: int, rate: float, floor: float) -> int:

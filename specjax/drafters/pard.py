@@ -180,27 +180,30 @@ class Pard:
         n = jnp.sum(mask, axis=1)
         return parallel.drop(key, base.shift(mask, 1), n, sizes, first=-1)
 
-    def logits(self, params, batch: Batch, rows: Rows, where=None) -> Array:
-        """Logits at rows of the flattened texts, at all of them or some [B .. V].
+    def states(self, params, batch: Batch, rows: Rows) -> Float[Array, "B R D"]:
+        """Last states at rows of the flattened texts.
 
         All rows of an anchor have the features of the token before it.
         """
         features = rows.read(batch.features, rows.anchor - 1)
         x = self.embed(params, rows.tokens(batch.tokens, self.mask_token_id), features)
-        sees = parallel.visible(rows, rows)
-        hidden = self.run(params, x, ancestors=sees, depths=rows.position).hidden
-        hidden = hidden if where is None else hidden[:, where]
-        return tables(self.config, params).logits(hidden)
+        sees = parallel.sees(self.config, rows)
+        return self.run(params, x, ancestors=sees, depths=rows.position).hidden
 
     def loss(self, params, shared: Shared, batch: Batch, key: PRNGKey):
         """Eq. 2; "alpha" is of drafts from every THIN-th place, nothing dropped."""
         rows = self.rows(key, batch.mask)
-        logits = self.logits(params, batch, rows)
-        ce = base.cross_entropy(logits, rows.read(batch.tokens, rows.position + 1))
+        x, label = self.states(params, batch, rows), rows.position + 1
+        logits, V = tables(self.config, params).logits, self.config.vocab_size
+        ce = base.label_losses(logits, V, x, rows.read(batch.tokens, label))
         wanted = rows.read(batch.mask, rows.position + 1)
         return base.masked_mean(ce, wanted), self.judge(params, shared, batch)
 
     def judge(self, params, shared: Shared, batch: Batch) -> dict[str, Array]:
         frozen = jax.lax.stop_gradient(params)
-        logits = lambda rows, where: self.logits(frozen, batch, rows, where)
+        own = tables(self.config, frozen)
+
+        def logits(rows, where):
+            return own.logits(self.states(frozen, batch, rows)[:, where])
+
         return parallel.judge(logits, shared, batch, self.tree.depth, offset=0)

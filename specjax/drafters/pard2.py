@@ -38,7 +38,7 @@ from specjax.drafters.base import Batch, Card
 from specjax.drafters.parallel import Rows
 from specjax.drafters.pard import Pard
 from specjax.layers import dense
-from specjax.transformer import Shared, TransformerConfig
+from specjax.transformer import Shared, TransformerConfig, tables
 from specjax.typing import Array, Float, Int, Params, PRNGKey
 
 
@@ -116,15 +116,22 @@ class Pard2(Pard):
         is_open = jax.vmap(jax.random.uniform)(keys) >= self.gate
         gated = jnp.where(is_open[:, None, None], batch.features, 0.0)
         gated = dataclasses.replace(batch, features=gated.astype(batch.features.dtype))
-        logits = self.logits(params, gated, rows)
+        x = self.states(params, gated, rows)
+        own = tables(self.config, params)
 
         place = rows.position + 1
         wanted = rows.read(batch.mask, place)
         weights = jnp.where(wanted, self.confidence(shared, batch, rows), 0.0)
-        target = shared.logits(rows.read(batch.hidden, rows.position))
-        p = jax.nn.softmax(target, axis=-1)
-        kd = base.soft_cross_entropy(logits, p) - base.soft_cross_entropy(target, p)
-        ce = base.cross_entropy(logits, rows.read(batch.tokens, place))
+
+        def values(x, hidden, label):
+            target, logits = shared.logits(hidden), own.logits(x)
+            p, soft = jax.nn.softmax(target, axis=-1), base.soft_cross_entropy
+            kd = soft(logits, p) - soft(target, p)
+            return base.cross_entropy(logits, label), kd
+
+        hidden = rows.read(batch.hidden, rows.position)
+        args = x, hidden, rows.read(batch.tokens, place)
+        ce, kd = base.few_places(values, self.config.vocab_size, *args)
         ce, kd = base.masked_mean(ce, weights), base.masked_mean(kd, weights)
         logs = {"ce": ce, "kd": kd} | self.judge(params, shared, batch)
         return self.w_ce * ce + self.w_kd * kd, logs
@@ -134,7 +141,8 @@ class Pard2(Pard):
     ) -> Float[Array, "B R"]:
         """Eq. 3."""
         text = base.shift(batch.tokens, 1)
-        log_g = -base.cross_entropy(shared.logits(batch.hidden), text)[:, :-1]
+        V = self.config.vocab_size
+        log_g = -base.label_losses(shared.logits, V, batch.hidden, text)[:, :-1]
         log_g = jnp.pad(log_g, ((0, 0), (1, 0)))  # of each token; the first has 1
         total: Any = jnp.zeros(rows.anchor.shape, jnp.float32)
         for i in range(self.blocks - 1):
