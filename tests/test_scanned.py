@@ -23,7 +23,9 @@ def features(target, params, taps):
     return run(params, TOKENS, TOKENS > 0)
 
 
-@pytest.mark.parametrize("windows", [(), (None, 4, 4, None)])
+@pytest.mark.parametrize(
+    "windows", [(), pytest.param((None, 4, 4, None), marks=pytest.mark.slow)]
+)
 def test_features_are_those_of_the_layers_one_by_one(windows):
     """Of every tap, from either end, twice and out of order."""
     target, params = testing.tiny_target(windows=windows)
