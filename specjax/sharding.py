@@ -228,7 +228,8 @@ def put_layers(
     dtype: Any,
     mesh: Mesh | None,
 ) -> Array:
-    """One parameter [L ..], read layer by layer: of each the host keeps its part."""
+    """One parameter [L ..], read layer by layer; until it is placed the host holds it,
+    or of many hosts each its part."""
     first = layers[0]()
     shape = (len(layers), *first.shape)
     split = None if mesh is None else _at(path, shape, mesh)
@@ -242,8 +243,10 @@ def put_layers(
         for name, at in held.items():
             parts[name][i] = x[at]
     if split is None:
-        return jnp.asarray(parts["()"])
-    return jax.make_array_from_callback(shape, split, lambda index: parts[str(index)])
+        whole = jnp.asarray(parts["()"])
+    else:
+        whole = jax.make_array_from_callback(shape, split, lambda i: parts[str(i)])
+    return jax.block_until_ready(whole)  # then the host's copy is not needed
 
 
 def rows(mesh: Mesh, shape: Sequence[int]) -> NamedSharding:
