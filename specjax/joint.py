@@ -34,6 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax import sharding
 from specjax.drafters import base
 from specjax.drafters.base import Batch, Joint
 from specjax.pytree import pytree
@@ -44,7 +45,7 @@ from specjax.typing import Array, Float, Params, PRNGKey
 ADAPTER = "adapter"
 
 
-def _matrices(params: Params) -> dict[str, Array]:
+def _matrices(params: Params) -> dict[str, Any]:
     """The matrices of a target's layers by their path."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     named = {jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in leaves}
@@ -81,9 +82,10 @@ def merge(params: Params, adapter: Params, scale: float) -> Params:
 
 def check(pretrained: Pretrained, params: Params) -> None:
     """Refuses an adapter, if there is one, that is not of this target."""
-    matrices, pairs = _matrices(pretrained.params), params.get(ADAPTER)
+    pairs = params.get(ADAPTER)
     if pairs is None:
         return
+    matrices = _matrices(jax.eval_shape(sharding.unstack, pretrained.params))
     shapes = {k: (p["b"].shape[0], p["a"].shape[1]) for k, p in pairs.items()}
     if shapes != {k: w.shape for k, w in matrices.items()}:
         raise ValueError(

@@ -9,9 +9,6 @@ bfloat16 operands, orders a program less sparingly than for TPU or GPU, computes
 nothing again and expands the products of experts: its figure is too high, of experts
 many times.
 
-Here the target's layers are scanned (`Scanned`), so that large stacks compile in
-seconds; `specjax train` runs the same layers one by one.
-
 Seconds are flops / (devices x peak x share), or bytes of weights over the bandwidth if
 that is more; what the devices send one another is not in it.
 """
@@ -28,9 +25,9 @@ import jax.numpy as jnp
 from specjax import drafters, feature_cache, generate, roofline, sharding, training
 from specjax.drafters import base
 from specjax.sampling import GREEDY
-from specjax.scanned import Scanned
 from specjax.sharding import MeshShape
 from specjax.targets import convert
+from specjax.targets.scanned import Scanned, arranged
 from specjax.transformer import TransformerConfig
 from specjax.work import Ends, count
 
@@ -154,17 +151,9 @@ class Plan:
     # ---- programs
 
     @functools.cached_property
-    def scanned(self) -> Any:
-        """The target with its layers stacked, where they are alike."""
-        try:
-            return Scanned(self.target)
-        except NotImplementedError:
-            return self.target
-
-    @functools.cached_property
     def _look(self):
-        target = self.scanned
-        params = self.params
+        stacked = base.reads_states_alone(self.drafter)
+        target, params = arranged(self.target, stacked), self.params
         if isinstance(target, Scanned):
             params = jax.eval_shape(target.stack, params)
         look = functools.partial(

@@ -212,11 +212,41 @@ def place(tree: Params, mesh: Mesh | None) -> Params:
     return jax.tree.map(put, tree, shardings(tree, mesh))
 
 
+def _at(path: Sequence[str], shape: Sequence[int], mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, fit(axes_of(path, shape), shape, mesh))
+
+
 def put(path: Sequence[str], x: np.ndarray, dtype: Any, mesh: Mesh) -> Array:
     """One parameter on the mesh, cast part by part."""
-    split = NamedSharding(mesh, fit(axes_of(path, x.shape), x.shape, mesh))
     part = lambda index: x[index].astype(dtype)
-    return jax.make_array_from_callback(x.shape, split, part)
+    return jax.make_array_from_callback(x.shape, _at(path, x.shape, mesh), part)
+
+
+def put_layers(
+    path: Sequence[str],
+    layers: Sequence[Callable[[], np.ndarray]],
+    dtype: Any,
+    mesh: Mesh | None,
+) -> Array:
+    """One parameter [L ..], read layer by layer; until it is placed the host holds it,
+    or of many hosts each its part."""
+    first = layers[0]()
+    shape = (len(layers), *first.shape)
+    split = None if mesh is None else _at(path, shape, mesh)
+    spread: Any = split and split.addressable_devices_indices_map(shape).values()
+    # By name, since several devices may hold the same part.
+    held = {str(index): index[1:] for index in spread or [()]}
+    part = lambda at: np.empty((len(layers), *first[at].shape), dtype)
+    parts = {name: part(at) for name, at in held.items()}
+    for i, read in enumerate([lambda: first, *layers[1:]]):
+        x = read()
+        for name, at in held.items():
+            parts[name][i] = x[at]
+    if split is None:
+        whole = jnp.asarray(parts["()"])
+    else:
+        whole = jax.make_array_from_callback(shape, split, lambda i: parts[str(i)])
+    return jax.block_until_ready(whole)  # then the host's copy is not needed
 
 
 def rows(mesh: Mesh, shape: Sequence[int]) -> NamedSharding:
@@ -271,8 +301,19 @@ def load(
     return jax.make_array_from_callback(tuple(shape), rows(mesh, shape), part)
 
 
+def unstack(tree: Params) -> Params:
+    """Stacked layers as `layer_0`, `layer_1`, ..; see `targets.scanned`."""
+    alone = {name: x for name, x in tree.items() if name != STACKED}
+    runs, i = tree.get(STACKED, {}), 0
+    for n in sorted(runs, key=int):
+        for at in range(len(jax.tree.leaves(runs[n])[0])):
+            alone[f"layer_{i}"] = jax.tree.map(lambda x, at=at: x[at], runs[n])
+            i += 1
+    return alone
+
+
 @jax.jit
-def _mixed(tree: Params) -> list[Array]:
+def _mixed(tree: Params) -> Params:
     """Sums of hashed bits: integers, so equal in whatever order they are added."""
 
     def mix(x, seed):
@@ -287,11 +328,18 @@ def _mixed(tree: Params) -> list[Array]:
             bits = bits ^ (bits >> jnp.uint32(15))
         return jnp.sum(bits, dtype=jnp.uint32)
 
-    leaves = jax.tree.leaves(tree)
-    return [jnp.stack([mix(x, seed) for seed in (1, 2)]) for x in leaves]
+    def both(path, x):
+        of = lambda x: jnp.stack([mix(x, seed) for seed in (1, 2)])
+        return jax.vmap(of)(x) if STACKED in map(_named, path) else of(x)
+
+    return jax.tree_util.tree_map_with_path(both, tree)
 
 
 def fingerprint(tree: Params) -> str:
-    """64 bits for each array by its content, wherever its parts lie, as one hash."""
-    mixed = np.array([distributed.fetch(x) for x in _mixed(tree)])
-    return hashlib.sha256(mixed.tobytes()).hexdigest()
+    """64 bits for each array by its content, wherever its parts lie, as one hash.
+
+    Layers that are stacked have the one that they have one by one.
+    """
+    mixed = jax.tree.map(distributed.fetch, _mixed(tree))
+    every = np.array(jax.tree.leaves(unstack(mixed)))
+    return hashlib.sha256(every.tobytes()).hexdigest()

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import tempfile
+import weakref
 
 import conftest
 import folders
@@ -20,6 +21,7 @@ from specjax import (
     checkpoints,
     cli,
     console,
+    corpus,
     cost,
     drafters,
     joint,
@@ -30,6 +32,7 @@ from specjax import (
 from specjax.certify import planted
 from specjax.commands import bench
 from specjax.targets import Tokenizer
+from specjax.targets.scanned import Scanned
 
 PROMPT = "the cat in the hat"
 
@@ -268,6 +271,40 @@ def test_train_writes_a_drafter_that_generate_takes(world, tmp_path):
     assert specjax(*command)[0] == 0  # nothing is left to do
     after = (tmp_path / "run" / "drafter" / "drafter.safetensors").read_bytes()
     assert after == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "written", "trained"),
+    [
+        (("medusa", "--data", "CHATS"), None, True),
+        (("medusa",), False, True),
+        (("blockwise", "--data", "CHATS"), None, True),
+        (("blockwise", "--data", "CHATS", "--field", "tune_target=true"), None, False),
+        (("gemma4_mtp", "--data", "CHATS"), None, False),
+    ],
+)
+def test_training_reads_layers_stacked_and_writes_texts_one_by_one(
+    world, tmp_path, monkeypatch, flags, written, trained
+):
+    seen, weights = {}, []
+
+    def write(pretrained, *args):
+        seen["written"] = isinstance(pretrained.target, Scanned)
+        weights.append(weakref.ref(pretrained.params["layer_0"]["mlp"]["down"]))
+        return [corpus.Example([1] * 40, [True] * 40)]
+
+    def stop(pretrained, *args, **options):
+        seen["trained"] = isinstance(pretrained.target, Scanned)
+        assert not any(ref() for ref in weights)  # both would be the weights twice
+        raise ValueError("as far as this goes")
+
+    monkeypatch.setattr(corpus, "self_made", write)
+    monkeypatch.setattr(training, "train", stop)
+    chats = [str(world / "chats.jsonl") if x == "CHATS" else x for x in flags]
+    command = ("train", *chats, "--target", world / "toy", "--length", 40)
+    _, _, err = specjax(*command, "--out", tmp_path / "run")
+    assert "as far as this goes" in err
+    assert (seen.get("written"), seen["trained"]) == (written, trained)
 
 
 ASK = ("generate", "--prompt", "a", "--target", "TOY")

@@ -14,6 +14,7 @@ from specjax.drafters.base import Batch, Joint
 from specjax.drafters.blockwise import Blockwise
 from specjax.drafters.medusa2 import Medusa2
 from specjax.targets.base import Pretrained
+from specjax.targets.scanned import Scanned
 
 __all__ = ["fixture"]
 
@@ -198,6 +199,12 @@ def test_another_target_refuses_the_adapter(trained):
     pretrained, drafter, weights, _, _ = trained
     target, params = testing.tiny_target(num_layers=3)
     other = dataclasses.replace(pretrained, target=target, params=params)
+    stacked = dataclasses.replace(other, params=Scanned(target).stack(params))
+    for wrong in (other, stacked):
+        with pytest.raises(ValueError, match=r"has 4 matrices, .* 6"):
+            joint.check(wrong, weights)
+    right = Scanned(pretrained.target).stack(pretrained.params)
+    joint.check(dataclasses.replace(pretrained, params=right), weights)
     with pytest.raises(ValueError, match="together with another target"):
         joint.tuned(other, drafter, weights)
     plain = medusa()

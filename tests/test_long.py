@@ -9,8 +9,8 @@ import test_gemma
 
 from specjax import feature_cache, layers, sharding, testing
 from specjax.drafters import p_eagle
-from specjax.scanned import Scanned
 from specjax.sharding import MeshShape
+from specjax.targets.scanned import Scanned
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 24, (1, 72)), jnp.int32)
 

@@ -25,6 +25,7 @@ from specjax import preemption, run_state, sharding
 from specjax.feature_cache import cache_features
 from specjax.run_state import Checkpoints
 from specjax.sharding import MeshShape
+from specjax.targets.scanned import Scanned
 from specjax.training import train
 
 
@@ -211,6 +212,19 @@ def test_a_run_on_a_mesh_goes_on_on_it_bit_by_bit_and_off_it(
     same(host[0], host[1])
     for a, b in zip(*map(jax.tree.leaves, (host[2], straight[1])), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_layers_scanned(pretrained, straight, tmp_path):
+    run = functools.partial(train, drafter=DRAFTER, texts=TEXTS, config=CONFIG)
+    run(pretrained, folder=tmp_path, stop_after=5)
+    target = Scanned(pretrained.target)
+    params = target.stack(pretrained.params)
+    stacked = dataclasses.replace(pretrained, target=target, params=params)
+    found, log = run(stacked, folder=tmp_path, log=(log := Log())), log
+    assert list(log) == list(range(6, 11))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(straight[1]), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 # --- flipped bits, full disks, two runs at once

@@ -7,30 +7,38 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import sharding, testing
+from specjax import feature_cache, sharding, testing
 from specjax.mla import DeepSeekConfig
-from specjax.scanned import Scanned
 from specjax.targets.base import Target
 from specjax.targets.deepseek import DeepSeek
 from specjax.targets.llama import Llama
+from specjax.targets.scanned import Scanned, arranged
 from specjax.transformer import TransformerConfig
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 24, (3, 9)), jnp.int32)
 
 
+def features(target, params, taps):
+    run = jax.jit(functools.partial(feature_cache.features, target, taps))
+    return run(params, TOKENS, TOKENS > 0)
+
+
 @pytest.mark.parametrize(
-    ("windows", "taps"), [((), (0, 2, 4)), ((None, 4, 4, None), (-1, 1, 3, 1))]
+    "windows", [(), pytest.param((None, 4, 4, None), marks=pytest.mark.slow)]
 )
-def test_states_are_those_of_the_layers_one_by_one(windows, taps):
+def test_features_are_those_of_the_layers_one_by_one(windows):
+    """Of every tap, from either end, twice and out of order."""
     target, params = testing.tiny_target(windows=windows)
-    scanned = Scanned(target)
+    scanned, taps = Scanned(target), (-1, 3, 0, 1, 2, 4, 3, -2)
     assert isinstance(scanned, Target)
     assert len(scanned.runs()) == (3 if windows else 1)
     stacked = scanned.stack(params)
-    want, have = target(params, TOKENS, taps=taps), scanned(stacked, TOKENS, taps=taps)
-    np.testing.assert_allclose(have.hidden, want.hidden, atol=2e-5)
-    np.testing.assert_allclose(have.features, want.features, atol=2e-5)
-    back = scanned.unstack(stacked)
+    want, have = features(target, params, taps), features(scanned, stacked, taps)
+    np.testing.assert_allclose(have.hidden, want.hidden, atol=1e-6)
+    np.testing.assert_allclose(have.features, want.features, atol=1e-6, rtol=1e-6)
+    none = jax.eval_shape(functools.partial(scanned, taps=()), stacked, TOKENS)
+    assert none.features.shape == (3, 9, 0)
+    back = sharding.unstack(stacked)
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), back, params))
 
 
@@ -58,10 +66,9 @@ def test_dense_and_expert_layers_are_two_runs():
     scanned = Scanned(DeepSeek(config))
     assert [(a, b) for _, a, b in scanned.runs()] == [(0, 2), (2, 5)]
     params = jax.jit(scanned.target.init)(jax.random.key(0))
-    run = lambda target: jax.jit(functools.partial(target, taps=(1, 3)))
-    want = run(scanned.target)(params, TOKENS)
-    have = run(scanned)(scanned.stack(params), TOKENS)
-    np.testing.assert_allclose(have.features, want.features, atol=1e-5)
+    want = features(scanned.target, params, range(6))
+    have = features(scanned, scanned.stack(params), range(6))
+    np.testing.assert_allclose(have.features, want.features, atol=1e-6)
 
 
 def test_a_cache_is_read_layer_by_layer():
@@ -75,13 +82,14 @@ def test_a_cache_is_read_layer_by_layer():
 
 
 def test_a_layer_is_compiled_once_however_many_there_are():
-    def size(num_layers):
+    def size(num_layers, taps=(1,)):
         config = TransformerConfig(24, 16, num_layers, 4, 2, 8, 24)
         scanned = Scanned(Llama(config))
         params = jax.eval_shape(lambda: scanned.init(jax.random.key(0)))
-        return len(jax.jit(scanned).lower(params, TOKENS).as_text().splitlines())
+        run = jax.jit(functools.partial(scanned, taps=taps))
+        return run.lower(params, TOKENS).as_text().count("dot_general")
 
-    assert size(12) == size(3)
+    assert size(12) == size(3) == size(12, taps=(1, 5, 9))
 
 
 def test_stacked_parameters_are_split_as_single_ones_are():
@@ -116,5 +124,11 @@ def test_layers_that_read_more_than_the_stream_are_refused():
     class Other(Llama):
         pass
 
+    other = Other(testing.tiny_target()[0].config)
     with pytest.raises(NotImplementedError, match="Other target are not alike"):
-        Scanned(Other(testing.tiny_target()[0].config))
+        Scanned(other)
+    assert arranged(other, stacked=True) is other
+    plain = testing.tiny_target()[0]
+    scanned = arranged(plain, stacked=True)
+    assert scanned == Scanned(plain) == arranged(scanned, stacked=True)
+    assert arranged(scanned, stacked=False) is plain

@@ -13,6 +13,7 @@ from specjax.generate import Model, Weights, advance, generate, start
 from specjax.sampling import Sampling
 from specjax.sharding import MeshShape
 from specjax.targets.base import Pretrained
+from specjax.targets.scanned import Scanned
 from specjax.tree import Tree
 
 MESHES = {
@@ -91,9 +92,12 @@ def test_texts_are_those_of_one_device(mesh, name):
     assert np.array_equal(found.trace.num_accepted, alone.trace.num_accepted)
 
 
-def train_on(name, mesh, **options):
+def train_on(name, mesh, scanned=False, **options):
     target, params = testing.tiny_target(**SHAPE)
     drafter, _ = testing.tiny_drafter(name, target, params)
+    if scanned:
+        target = Scanned(target)
+        params = target.stack(params)
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 20, (16, 12)).astype(np.int32)
     texts = corpus.Texts(tokens, rng.random(tokens.shape) < 0.8)
@@ -125,6 +129,33 @@ def test_a_training_is_that_of_one_device(mesh, name):
     wanted = sharding.shardings(split, on)
     same = lambda x, at: x.sharding.is_equivalent_to(at, x.ndim)
     assert all(jax.tree.leaves(jax.tree.map(same, split, wanted)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["2x2x2", "fsdp"])
+def test_a_training_on_scanned_layers_is_that_of_one_device(mesh):
+    alone, losses = train_on("eagle3", None)
+    for on in (None, mesh_of(mesh)):
+        found, same = train_on("eagle3", on, scanned=True)
+        np.testing.assert_allclose(same, losses, rtol=1e-5)
+        for a, b in zip(jax.tree.leaves(alone), jax.tree.leaves(found), strict=True):
+            np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=2e-4)
+
+
+@pytest.mark.slow
+def test_a_scanned_layer_is_gathered_alone():
+    """Its weights, when it is their turn: no all-gather is of a whole stack."""
+    target = Scanned(testing.tiny_target(**SHAPE)[0])
+    on = mesh_of("fsdp")
+    with sharding.use(on):
+        params = sharding.place(target.init(jax.random.key(0)), on)
+        tokens = jnp.zeros((8, 8), jnp.int32)
+        text = jax.jit(target).lower(params, tokens).compile().as_text()
+    gathers = [line for line in text.splitlines() if " all-gather(" in line]
+    qkv = params["layers"]["0"]["attention"]["qkv"].shape
+    shown = lambda shape: f"[{','.join(map(str, shape))}]"
+    assert any(shown(qkv[1:]) in line for line in gathers)
+    assert not any(shown(qkv) in line for line in gathers)
 
 
 @pytest.mark.slow
@@ -162,6 +193,20 @@ def test_fingerprints_see_the_content_and_not_the_place():
     swapped = sharding.fingerprint({"a": x})
     x[0, 0] = np.nextafter(x[0, 0], np.float32(9))
     assert sharding.fingerprint({"a": x}) != swapped
+
+
+def test_fingerprints_of_stacked_layers_are_those_of_layers_one_by_one():
+    """Those that are recorded in the checkpoints and caches of older versions."""
+    layers = [{"w": np.full((4, 8), 2.0**i, np.float32)} for i in range(12)]
+    embed = {"embed": np.arange(6, dtype=np.float32).reshape(3, 2)}
+    recorded = "fb9a22598935739fbbbd7bf8afc3317bd6e61c140cc216bb58f39ac2e4790f91"
+    alone = embed | {f"layer_{i}": layer for i, layer in enumerate(layers)}
+    assert sharding.fingerprint(alone) == recorded
+    join = lambda *x: np.stack(x)
+    runs = [jax.tree.map(join, *part) for part in (layers[:1], layers[1:])]
+    stacked = embed | {"layers": {str(n): run for n, run in enumerate(runs)}}
+    assert sharding.fingerprint(stacked) == recorded
+    assert sharding.fingerprint(sharding.place(stacked, mesh_of("2x2x2"))) == recorded
 
 
 def test_a_pass_split_over_heads_has_two_all_reduces_a_layer():

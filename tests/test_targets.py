@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 from specjax import sharding, targets, testing
 from specjax.layers import Rope
 from specjax.targets import Tokenizer, convert
+from specjax.targets.scanned import Scanned
 
 IDS = [3, 17, 42, 5, 60, 11, 29]
 SHAPE = {
@@ -540,6 +541,9 @@ def test_a_gguf_file_is_the_same_model_as_the_folder(tmp_path, tied):
     folder = load(tmp_path, config, tensors)
     write_gguf(tmp_path / "m.gguf", config, tensors)
     file = targets.load(str(tmp_path / "m.gguf"))
+    stacked = targets.load(str(tmp_path / "m.gguf"), scanned=True)
+    alone = sharding.unstack(stacked.params)
+    assert jax.tree.all(jax.tree.map(np.array_equal, alone, file.params))
     assert file.target.config.tie_embeddings == tied
     np.testing.assert_allclose(run(file, IDS)[0], run(folder, IDS)[0], atol=1e-6)
     assert file.stop_ids == folder.stop_ids == (0,)
@@ -790,3 +794,33 @@ def test_a_folder_is_read_onto_a_mesh_array_by_array(tmp_path, monkeypatch):
     assert jax.tree.all(jax.tree.map(same, found.params, tiny.params, wanted))
     runs = [len(list(g)) for k, g in itertools.groupby(order) if k == "read"]
     assert max(runs) <= 3  # q, k and v are one array here
+
+
+@pytest.mark.parametrize("mesh", [None, sharding.MeshShape(2, 2, 2)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_equal_layers_are_read_stacked(tmp_path, monkeypatch, mesh, dtype):
+    """Each tensor once, those of one array of all layers behind each other."""
+    config = LLAMA | {"num_hidden_layers": 11}
+    folder = str(folders.write(tmp_path / "m", config))
+    single = targets.load(folder, dtype)
+    order, get = [], targets.Stored.__array__
+    monkeypatch.setattr(
+        targets.Stored,
+        "__array__",
+        lambda self, *args, **more: order.append(self.name) or get(self, *args, **more),
+    )
+    mesh = mesh and mesh.make()
+    found = targets.load(folder, dtype, mesh, scanned=True)
+    assert sorted(order) == sorted(folders.shapes(config))
+    kinds = [name.split(".")[-2] for name in order if ".layers." in name]
+    downs = [i for i, kind in enumerate(kinds) if kind == "down_proj"]
+    assert downs == list(range(downs[0], downs[0] + 11))
+    assert found.target == Scanned(single.target) and found.dtype == dtype
+    wanted = Scanned(single.target).stack(single.params)
+    equal = lambda x, y: x.dtype == y.dtype and bool((x == y).all())
+    assert jax.tree.all(jax.tree.map(equal, found.params, wanted))
+    if mesh is not None:
+        split = sharding.shardings(wanted, mesh)
+        assert jax.tree.all(
+            jax.tree.map(lambda x, at: x.sharding == at, found.params, split)
+        )

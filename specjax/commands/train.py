@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -52,7 +53,7 @@ class Train:
     process_id: int | None = None  # of this one, from 0; likewise
 
     def run(self) -> None:
-        from specjax import corpus, drafters, preemption, sharding, targets, training
+        from specjax import corpus, drafters, preemption, sharding, training
 
         drafters.get(self.drafter)  # an unknown name says which are known
         common.check_writable(self.json)
@@ -79,8 +80,7 @@ class Train:
         }
         config = training.TrainConfig(remat=self.remat, **settings)
         with preemption.watch() as watch, sharding.use(mesh):
-            pretrained = targets.load(self.target, mesh=mesh)
-            self._train(pretrained, config, mesh, watch)
+            self._train(config, mesh, watch)
 
     def _mesh(self):
         """The mesh of the run, which this process has then joined; None: one device."""
@@ -95,16 +95,24 @@ class Train:
             return shape.make()
         return MeshShape(data=jax.device_count()).make() if self.coordinator else None
 
-    def _train(self, pretrained, config, mesh, watch) -> None:
-        from specjax import distributed, feature_cache, training
+    def _train(self, config, mesh, watch) -> None:
+        from specjax import distributed, feature_cache, targets, training
         from specjax.drafters import base
+        from specjax.targets.scanned import Scanned, arranged
 
-        drafter, params = self._start(pretrained)
         out = (
             self.out or pathlib.Path("runs") / "train" / f"{self.target}-{self.drafter}"
         )
+        writes = self._writes(out)  # over a cache, one layer after the other
+        load = functools.partial(targets.load, self.target, mesh=mesh)
+        pretrained = load(scanned=not writes)
+        drafter, params = self._start(pretrained)
         out.mkdir(parents=True, exist_ok=True)
         texts = self._texts(pretrained, out)
+        target = arranged(pretrained.target, base.reads_states_alone(drafter))
+        if target != pretrained.target:
+            del pretrained  # both would be the weights twice
+            pretrained = load(scanned=isinstance(target, Scanned))
         if self.draft_vocab is not None:
             drafter = _reduced(drafter, texts, self.draft_vocab)
         held = None
@@ -261,6 +269,13 @@ class Train:
         """What besides the files decides the training texts."""
         made = None if self.data else self.self_prompts
         return [self.regenerate, made, self.length, self.seed, self.target]
+
+    def _writes(self, out: pathlib.Path) -> bool:
+        """Whether the target is to write of the training texts in this run."""
+        from specjax import distributed
+
+        kept = distributed.agree((out / "texts.npz").exists())
+        return not kept and (self.regenerate or not self.data)
 
     def _texts(self, pretrained, out: pathlib.Path):
         """The training rows, kept in the run's folder for a resumed run to find."""

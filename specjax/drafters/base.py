@@ -192,6 +192,15 @@ def joint(drafter: Any) -> Joint | None:
     return getattr(drafter, "joint", None)
 
 
+def reads_states_alone(drafter: Any) -> bool:
+    """Whether a training reads states of the frozen target and nothing else.
+
+    Then the target's layers are scanned. Keys and values are those of a pass over a
+    cache, and a target that is trained too has adapters layer by layer.
+    """
+    return joint(drafter) is None and not kv_layers(drafter)
+
+
 def draw(
     sampling: Sampling, logits: Float[Array, "B *G V"], keys: Keys
 ) -> tuple[Int[Array, "B *G"], Float[Array, "B *G V"]]:

