@@ -14,6 +14,7 @@ from collections.abc import Set
 from typing import Any, NamedTuple
 
 import jax
+from jax.interpreters import partial_eval
 
 
 @dataclasses.dataclass
@@ -81,16 +82,19 @@ class Ends(NamedTuple):
 def count(function, ends: Ends, weights: Any, cache: Any, *args: Any) -> Work:
     """The work of function(weights, cache, *args), all given as shapes."""
     closed = jax.make_jaxpr(function)(weights, cache, *args)
+    # As XLA does, without what no output needs, such as what a loss logs.
+    outputs = [True] * len(closed.jaxpr.outvars)
+    program, _ = partial_eval.dce_jaxpr(closed.jaxpr, outputs, instantiate=True)
     kinds = [WEIGHT] * len(jax.tree.leaves(weights))
     kinds += [CACHE] * len(jax.tree.leaves(cache))
-    invars = closed.jaxpr.invars
+    invars = program.invars
     kinds += [None] * (len(invars) - len(kinds))
     marks = [
         k and Mark(k, _size(v), v.aval.shape)  # pyright: ignore[reportAttributeAccessIssue]
         for k, v in zip(kinds, invars, strict=True)
     ]
     work = Work()
-    _walk(closed.jaxpr, marks, 1.0, work, ends)
+    _walk(program, marks, 1.0, work, ends)
     return work
 
 

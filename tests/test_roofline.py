@@ -382,3 +382,15 @@ def test_the_gradient_of_experts_is_counted_as_the_product_it_is():
     one = work.count(forward, ends, (), (), w, rows, sizes).flops
     assert one == 2 * R * D * F
     assert work.count(back, ends, (), (), w, rows, sizes).flops == 2 * one
+
+
+def test_products_that_no_output_needs_are_not_counted():
+    """As of a loss whose logs are left out of its gradient."""
+
+    def loss(w):
+        return jnp.sum(w @ w), w @ w @ w
+
+    step = lambda weights, cache: jax.jit(jax.grad(lambda w: loss(w)[0]))(weights)
+    w = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    found = work.count(step, work.Ends(set()), w, ())
+    assert found.flops == 2 * 2 * 8**3  # the sum needs no product, its gradient two
