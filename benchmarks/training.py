@@ -9,11 +9,11 @@
 Optimiser steps on given features of a batch, ten at a time: what `specjax train` does,
 the acceptance that it logs once in ten steps included. FLOP are those of the matrix
 products of the traced programs (`work.count`), the frozen head's among them; the peak
-is that of a matrix product in the same run. The reference is EAGLE built as the public
-code is: a linear that joins token and feature, `transformers` Llama layer without its
-input norm, the frozen head, smooth L1 and soft cross-entropy, clipping and AdamW, in
-float32 and eager as its authors run it; it logs nothing. All are timed by turns in one
-run, with as many threads as they like.
+is that of a matrix product just before and just after. The reference is EAGLE built as
+the public code is: a linear that joins token and feature, `transformers` Llama layer
+without its input norm, the frozen head, smooth L1 and soft cross-entropy, clipping and
+AdamW, in float32 and eager as its authors run it; it logs nothing. All are timed by
+turns in one run, with as many threads as they like.
 """
 
 import contextlib
@@ -176,33 +176,38 @@ def main(config: Config) -> list[dict]:
         pretrained = targets.load(config.target)
     rows = config.batch_size * config.length
     made = {name: our_step(pretrained, name, config) for name in config.drafters}
-    product, flop = peak(128 if config.smoke else 2048)
-    ways = {name: run for name, (run, _) in made.items()} | {"matrix product": product}
-    flops = {name: n for name, (_, n) in made.items()} | {"matrix product": flop}
+    product, product_flop = peak(128 if config.smoke else 2048)
+    ways = {name: run for name, (run, _) in made.items()}
+    flops = {name: n for name, (_, n) in made.items()}
     with contextlib.ExitStack() as stack:
         if config.reference is not None:
             job = reference_job(pretrained, config)
             beside = timing.other_python(config.reference, WORKER, job)
             name, run = stack.enter_context(beside)
             ways[name], flops[name] = run, flops["eagle"]
-        seconds = timing.by_turns(ways, config.repeats)
+        # A product before each and after the last: the machine's speed drifts.
+        turns: dict = {}
+        for name, run in ways.items():
+            turns |= {("before", name): product, name: run}
+        seconds = timing.by_turns(turns | {"after": product}, config.repeats)
 
-    rates = {name: flops[name] / s for name, s in seconds.items()}
+    products = [s for name, s in seconds.items() if name not in ways]
     table = []
-    for name, s in seconds.items():
-        trains = name != "matrix product"
-        beside = config.reference is not None and trains and name not in made
+    for name, before, after in zip(ways, products[:-1], products[1:], strict=True):
+        s, beside = seconds[name], name not in made
+        rate, ceiling = flops[name] / s, product_flop * 2 / (before + after)
         table.append(
             {
                 "way": name,
                 "ms": float(np.median(s)) * 1e3,
-                "tokens/s": float(np.median(rows / s)) if trains else None,
+                "tokens/s": float(np.median(rows / s)),
                 "eagle / it": float(np.median(s / seconds["eagle"]))
                 if beside
                 else None,
                 "GFLOP": flops[name] / 1e9,
-                "GFLOP/s": float(np.median(rates[name])) / 1e9,
-                "/ peak": float(np.median(rates[name] / rates["matrix product"])),
+                "GFLOP/s": float(np.median(rate)) / 1e9,
+                "peak": float(np.median(ceiling)) / 1e9,
+                "/ peak": float(np.median(rate / ceiling)),
             }
         )
     title = f"training steps for {pretrained.name}, {rows} tokens"
