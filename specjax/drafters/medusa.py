@@ -18,7 +18,7 @@ changes the target's law; that is the rule `lossy_typical`.
 """
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -40,7 +40,7 @@ class State:
 
 
 class Heads(nn.Module):
-    """Eq. 1 and 2 before the softmax, of each head."""
+    """Eq. 1 and 2 before the softmax, all heads at once or `apart`."""
 
     num_heads: int
     gamma: int
@@ -48,8 +48,8 @@ class Heads(nn.Module):
 
     @nn.compact
     def __call__(
-        self, f: Float[Array, "*B D"], head: Float[Array, "V D"]
-    ) -> list[Float[Array, "*B V"]]:
+        self, f: Float[Array, "*B D"], head: Float[Array, "V D"], apart: bool = False
+    ) -> Float[Array, "*B G V"] | list[Float[Array, "*B V"]]:
         G, M, (V, D) = self.gamma, self.num_heads, head.shape
 
         def uniform(key, shape, dtype=jnp.float32):
@@ -63,9 +63,13 @@ class Heads(nn.Module):
         b = self.param("b", uniform, (M, D))[:G]
         x = jnp.einsum("...D,GED->...GE", f, w)
         z = f[..., None, :] + jax.nn.silu(x + jnp.broadcast_to(b, x.shape))
-        u = None if self.share_head else self.param("u", copied, (M, V, D))
-        own = lambda k: head if u is None else u[k]
-        return [dense(z[..., k, :], own(k), jnp.float32) for k in range(G)]
+        u = None if self.share_head else self.param("u", copied, (M, V, D))[:G]
+        if apart:
+            own = lambda k: head if u is None else u[k]
+            return [dense(z[..., k, :], own(k), jnp.float32) for k in range(G)]
+        if u is None:
+            return dense(z, head, jnp.float32)
+        return jnp.einsum("...GD,GVD->...GV", z, u, preferred_element_type=jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,18 +133,17 @@ class Medusa:
     def _heads(self, gamma: int) -> Heads:
         return Heads(self.num_heads, gamma, self.share_head)
 
-    def by_head(
-        self, params: Params, shared: Shared, f: Float[Array, "*B D"], gamma: int
-    ) -> list[Float[Array, "*B V"]]:
-        """Laws of each of the first gamma heads, before the softmax."""
-        heads = self._heads(gamma)
-        return heads.apply({"params": params}, f, shared.head)  # pyright: ignore[reportReturnType]
-
     def logits(
-        self, params: Params, shared: Shared, f: Float[Array, "*B D"], gamma: int
-    ) -> Float[Array, "*B G V"]:
-        """`by_head` as one array."""
-        return jnp.stack(self.by_head(params, shared, f, gamma), axis=-2)
+        self,
+        params: Params,
+        shared: Shared,
+        f: Float[Array, "*B D"],
+        gamma: int,
+        apart: bool = False,
+    ) -> Any:
+        """Laws of the first gamma heads, before the softmax; see `Heads`."""
+        heads = self._heads(gamma)
+        return heads.apply({"params": params}, f, shared.head, apart)
 
     def prefill(self, params, shared, tokens, lengths, features, cache_size) -> State:
         del params, shared, tokens, cache_size
@@ -160,7 +163,7 @@ class Medusa:
     def loss(self, params, shared: Shared, batch: Batch, key: PRNGKey):
         """Eq. 3, each head averaged over the positions whose label is to be learned."""
         del key
-        logits = lambda f: self.by_head(params, shared, f, self.num_heads)
+        logits = lambda f: self.logits(params, shared, f, self.num_heads, apart=True)
         args = logits, batch.features, shared, batch, self.tree.depth
         ces, logs = base.head_losses(*args)
         k = jnp.arange(1, self.num_heads + 1, dtype=jnp.float32)
