@@ -241,12 +241,16 @@ class Plan:
 
     def _flops(self, function, args) -> float:
         whole = lambda weights, cache, *args: function(*args)
-        work = count(whole, Ends(set()), (), (), *args)
+        with sharding.use(self.mesh):  # on which fewer things are computed again
+            work = count(whole, Ends(set()), (), (), *args)
         return work.flops + work.cache_flops
 
     @functools.cached_property
     def flops(self) -> dict[str, float]:
-        """Of one text token: the target's pass, and the drafter's step."""
+        """Of one text token: the target's pass, and the drafter's step.
+
+        With what a step computes again: `base.few_places`, P-EAGLE's segments, remat.
+        """
         tokens = self.job.batch_size * self.job.length
         return {
             "target": self._flops(*self._look) / tokens,

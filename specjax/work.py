@@ -1,8 +1,9 @@
 """What a traced program multiplies, counted from its shapes alone.
 
 A program is traced with shapes in place of arrays, so that nothing is allocated, and
-its matrix products are added up: a scan as often as it runs, of a branch by platform
-the one that is no CPU's. What is read of a weight or a cache is known from where an
+its matrix products are added up, but those that no result needs: a scan as often as it
+runs, what a gradient computes again once more, of a branch by platform the one that is
+no CPU's. What is read of a weight or a cache is known from where an
 operand comes from: it stays the same numbers through reshapes, casts, slices and
 gathers, and is read once however widely it is broadcast. Element-wise work and look-ups
 of rows are not counted.
@@ -14,7 +15,7 @@ from collections.abc import Set
 from typing import Any, NamedTuple
 
 import jax
-from jax.interpreters import partial_eval
+from jax.interpreters.partial_eval import dce_jaxpr
 
 
 @dataclasses.dataclass
@@ -81,20 +82,18 @@ class Ends(NamedTuple):
 
 def count(function, ends: Ends, weights: Any, cache: Any, *args: Any) -> Work:
     """The work of function(weights, cache, *args), all given as shapes."""
-    closed = jax.make_jaxpr(function)(weights, cache, *args)
-    # As XLA does, without what no output needs, such as what a loss logs.
-    outputs = [True] * len(closed.jaxpr.outvars)
-    program, _ = partial_eval.dce_jaxpr(closed.jaxpr, outputs, instantiate=True)
+    traced = jax.make_jaxpr(function)(weights, cache, *args).jaxpr
+    jaxpr, _ = dce_jaxpr(traced, [True] * len(traced.outvars), instantiate=True)
     kinds = [WEIGHT] * len(jax.tree.leaves(weights))
     kinds += [CACHE] * len(jax.tree.leaves(cache))
-    invars = program.invars
+    invars = jaxpr.invars
     kinds += [None] * (len(invars) - len(kinds))
     marks = [
         k and Mark(k, _size(v), v.aval.shape)  # pyright: ignore[reportAttributeAccessIssue]
         for k, v in zip(kinds, invars, strict=True)
     ]
     work = Work()
-    _walk(program, marks, 1.0, work, ends)
+    _walk(jaxpr, marks, 1.0, work, ends)
     return work
 
 

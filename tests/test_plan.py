@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from specjax import cli, plan, roofline
+from specjax.drafters import base
 from specjax.sharding import MeshShape
 from specjax.transformer import TransformerConfig
 
@@ -43,6 +44,25 @@ def test_flops_of_the_target_are_two_a_weight_and_token(made):
     layer = D * 16 * (4 + 2 + 2) + 4 * 16 * D + 3 * D * 128
     attending = 2 * T * 2 * 4 * 16  # scores and sums of 4 heads over T keys
     assert made.flops["target"] == L * (2 * layer + attending)
+
+
+def drafter_flops(gamma):
+    return plan.Plan(dataclasses.replace(JOB, fields=(("gamma", gamma),))).flops
+
+
+def test_flops_of_a_step_are_without_what_is_only_logged():
+    """EAGLE drafts gamma tokens for its acceptance, which a step does not compute."""
+    assert drafter_flops(2) == drafter_flops(4)
+
+
+def test_flops_of_a_step_are_with_what_is_computed_again(monkeypatch):
+    D, V = 64, 256
+    once = drafter_flops(2)["drafter"]
+    monkeypatch.setattr(base, "SCORES", 8 * 64 * V / 8 / 4)  # four parts on 8 devices
+    jax.clear_caches()
+    again = drafter_flops(2)["drafter"]
+    jax.clear_caches()
+    assert again - once == 2 * 2 * D * V  # scores of drafter and target
 
 
 @pytest.mark.slow

@@ -144,8 +144,8 @@ class Plan:
 
 
 _TIME = (
-    "Seconds: flops at the share of the peak that is given; what the devices send one "
-    "another is not in them."
+    "Flops are with what a gradient computes again. Seconds: flops at the share of the "
+    "peak that is given; what the devices send one another is not in them."
 )
 NOTE = (
     "Programs compiled by XLA for the CPU, from shapes: arguments are exact, what they "

@@ -306,7 +306,7 @@ def overlap(
     return jnp.sum(jnp.minimum(q, p), axis=-1)
 
 
-SCORES = 2**27  # numbers over the vocabulary that a device holds at once
+SCORES = 2**27  # of a part on a device; laws and gradients are as large again
 
 
 def few_places(values: Callable[..., Any], scores: int, *rows: Any) -> Any:

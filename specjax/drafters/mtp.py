@@ -285,22 +285,22 @@ class MTP:
         del key
         trained, G = self.unroll or self.num_modules, self.tree.depth
         thin = lambda x: x[:, :: base.THIN]
-        ces, accepted, known = [], [], []
+        accepted, known = [], []
         states = self.steps(
             params, shared, batch.tokens, batch.features, max(trained, G)
         )
-        for s, g in enumerate(states, 1):
-            wanted = base.shift(batch.mask, 1 + s)
-            if s <= trained:
-                labels = base.shift(batch.tokens, 1 + s)
-                V = shared.embed.shape[0]
-                values = base.label_losses(shared.logits, V, g, labels)
-                ces.append(base.masked_mean(values, wanted))
-            if s <= G:
-                p = shared.logits(thin(base.shift(batch.hidden, s)))
-                accepted.append(base.overlap(shared.logits(thin(g)), p))
-                known.append(thin(wanted))
+        for s, g in enumerate(states[:G], 1):
+            p = shared.logits(thin(base.shift(batch.hidden, s)))
+            accepted.append(base.overlap(shared.logits(thin(g)), p))
+            known.append(thin(base.shift(batch.mask, 1 + s)))
+
+        def values(late, label):
+            return [base.cross_entropy(shared.logits(g), label) for g in late]
+
+        scores, late = trained * shared.embed.shape[0], base.late(states[:trained])
+        ces = base.few_places(values, scores, late, base.shift(batch.tokens, 1))
+        ce = base.late_means(ces, base.shift(batch.mask, 1))
         w = self.decay ** np.arange(trained, dtype=np.float32)
-        ce, stack = jnp.stack(ces), lambda xs: jnp.stack(xs, axis=-1)
+        stack = lambda xs: jnp.stack(xs, axis=-1)
         logs = base.acceptance(stack(accepted), stack(known))
         return self.weight * jnp.sum(ce * (w / w.sum())), {"ce": ce} | logs
