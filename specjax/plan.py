@@ -57,8 +57,12 @@ class Job:
             if getattr(self, name) < 1:
                 raise ValueError(f"a plan needs {name} >= 1, got {getattr(self, name)}")
         for name in ("tokens", "disk"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"a plan needs {name} > 0, got {getattr(self, name)}.")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(
+                    f"a plan needs {name} > 0 and finite, got {getattr(self, name)}."
+                )
+        for name in ("compute_share", "bandwidth_share"):
+            roofline.check_share(name, getattr(self, name))
         longest = max(self.length, self.context)
         if longest > self.config.max_positions:
             raise ValueError(

@@ -113,6 +113,14 @@ MODELS: dict[str, TransformerConfig] = {
 }
 
 
+def check_share(name: str, value: float) -> None:
+    """Refuses a share of a chip's own speed that there cannot be."""
+    if not 0 < value <= 1:
+        raise ValueError(
+            f"{name} is a share of the chip's own, above 0 and at most 1; got {value}."
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class Setup:
     """Where and how a model is served."""
@@ -133,11 +141,7 @@ class Setup:
             if getattr(self, name) < 1:
                 raise ValueError(f"a plan needs {name} >= 1, got {getattr(self, name)}")
         for name in ("bandwidth_share", "compute_share"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(
-                    f"{name} is a share of the chip's own, above 0 and at most 1; got "
-                    f"{getattr(self, name)}."
-                )
+            check_share(name, getattr(self, name))
         for name in ("weight_bytes", "cache_bytes"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)}.")

@@ -624,6 +624,10 @@ BAD = {
         ("train", "medusa", "--target", "TOY", "--length", "7"),
         "--length 7 is out of range; give 8 or more",
     ),
+    "train on texts longer than the target reads": (
+        ("train", "medusa", "--target", "TOY", "--length", "257", "--out", "OUT/r"),
+        "--length 257 is out of range; give 8 to 256",
+    ),
     "train into a file": (
         ("train", "medusa", "--target", "TOY", "--out", "BROKEN"),
         "needs a folder",
@@ -705,6 +709,48 @@ def test_a_tree_of_no_round_is_refused(world, tmp_path, monkeypatch):
     status, _, err = specjax(*command, "--tasks", "chat", "--out", tmp_path / "t")
     assert status == 2 and "no round stands 2 tokens before the end" in err
     assert not (tmp_path / "t").exists()
+
+
+def test_a_tree_is_judged_on_prompts_that_it_was_not_made_from(
+    world, tmp_path, monkeypatch
+):
+    """Nor on those that `specjax bench` measures."""
+    asked = []
+
+    def ranks(pretrained, drafter, params, prompts, **options):
+        asked.append({tuple(prompt) for prompt in prompts})
+        return np.full((4, 2), len(asked) - 1)  # held-out tokens are second guesses
+
+    monkeypatch.setattr("specjax.search.measure_ranks", ranks)
+    command = ("tree", world / "medusa", "--target", world / "toy", "--nodes", 3)
+    status, out, err = specjax(*command, "--out", tmp_path / "t", "--tasks", "chat")
+    assert status == 0, err
+    tokenizer = targets.load(str(world / "toy")).tokenizer
+    chat = lambda text: tuple(tokenizer.chat([{"role": "user", "content": text}]))
+    measured = set(map(chat, corpus.spread(corpus.shipped_prompts("chat")["chat"], 8)))
+    assert [len(half) for half in asked] == [8, 8]
+    assert not asked[0] & asked[1] and not measured & (asked[0] | asked[1])
+    assert out.count("searched 3.00  held out 1.00") == 3
+    assert json.loads((tmp_path / "t").read_text())["tau_held_out"] == 1.0
+
+
+def test_a_place_that_may_not_be_written_is_refused_before_the_work(
+    world, tmp_path, monkeypatch
+):
+    """`os.access` is faked: the superuser may write anywhere."""
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
+    for command in (
+        ("train", "medusa", "--out", tmp_path / "a" / "b"),
+        ("train", "medusa", "--feature-cache", tmp_path / "a"),
+        ("bench", "--json", tmp_path / "a"),
+        ("bench", "--out", tmp_path / "a"),
+        ("tree", "medusa", "--out", tmp_path / "a"),
+    ):
+        status, _, err = specjax(*command)
+        says = f"specjax: {command[-2]} {command[-1]}: nothing may be written in"
+        assert status == 2 and err.count("\n") == 1
+        assert err.startswith(f"{says} {tmp_path}; choose another")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_result_that_cannot_be_written_leaves_no_half(world, tmp_path, monkeypatch):

@@ -112,3 +112,18 @@ def test_a_run_that_cannot_be_joined_is_one_line(monkeypatch, error):
         with pytest.raises(ConnectionError, match="could not join the run") as raised:
             distributed.start(*flags)
         assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("mine", [False, True])
+@pytest.mark.parametrize("other", [False, True])
+def test_the_first_process_decides_and_what_one_misses_all_miss(
+    monkeypatch, mine, other
+):
+    """This is process 1 of two, and `other` is what process 0 found."""
+    collective = "jax.experimental.multihost_utils."
+    both = lambda x: np.stack([np.asarray(other, x.dtype), x])
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    monkeypatch.setattr(f"{collective}broadcast_one_to_all", lambda x: both(x)[0])
+    monkeypatch.setattr(f"{collective}process_allgather", both)
+    assert distributed.agree(mine) is other
+    assert distributed.everywhere(mine) is (mine and other)

@@ -117,6 +117,9 @@ def test_an_eighth_of_the_devices_takes_eight_times_as_long(made):
         ({"batch_size": 3, "length": 63}, "do not divide over data x fsdp = 4"),
         ({"epochs": 0}, "epochs >= 1"),
         ({"tokens": 0.0}, "tokens > 0"),
+        ({"tokens": math.inf}, "tokens > 0 and finite, got inf"),
+        ({"compute_share": 0.0}, "compute_share is a share .*; got 0.0"),
+        ({"bandwidth_share": math.nan}, "bandwidth_share is a share .*; got nan"),
     ],
 )
 def test_jobs_that_cannot_be(change, says):
@@ -139,6 +142,7 @@ def test_the_command(tmp_path, capsys):
     assert (tmp_path / "p.json").is_file()
     for wrong, says in (
         (["--chip", "abacus"], "unknown chip 'abacus'"),
+        (["--batch-size", "0"], "batch_size >= 1, got 0"),
         (["--mesh", "fsdp=16"], "needs 16 devices"),
         (["--target", "qwen9"], "unknown model 'qwen9'"),
         (["--drafter", "mezusa"], "mezusa"),

@@ -214,6 +214,24 @@ def test_a_run_on_a_mesh_goes_on_on_it_bit_by_bit_and_off_it(
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-6)
 
 
+def test_what_is_restored_lies_as_what_was_given(tmp_path):
+    """Saved from one mesh; on the other, and on one device, it is split as asked."""
+    tree = {"head": jnp.arange(128.0).reshape(16, 8)}
+    state = {"mu": tree, "count": jnp.int32(3)}
+    first, *others = (MESHES[2].make(), MESHES[1].make(), None)
+    with opened(tmp_path) as keeper:
+        keeper.save(1, *(sharding.place(x, first) for x in (tree, state)))
+        keeper.manager.wait_until_finished()
+        for mesh in others:
+            given = jax.tree.map(jnp.zeros_like, (tree, state))
+            given = tuple(sharding.place(x, mesh) for x in given)
+            step, *found = keeper.restore(*given)
+            assert step == 1
+            same(found, [tree, state])
+            lies = lambda a, b: a.sharding == b.sharding
+            assert jax.tree.all(jax.tree.map(lies, tuple(found), given))
+
+
 @pytest.mark.slow
 def test_a_run_goes_on_with_layers_scanned(pretrained, straight, tmp_path):
     run = functools.partial(train, drafter=DRAFTER, texts=TEXTS, config=CONFIG)

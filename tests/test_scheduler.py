@@ -121,6 +121,16 @@ def test_two_rounds_pass_before_a_capacity_is_used():
     assert found == [1, 1, 3, 0]
 
 
+def test_a_draft_that_gains_nothing_is_not_verified():
+    """On a tie, or where it cannot be accepted and a wider pass was timed as faster."""
+    sure, hopeless = array([[1.0, 1.0]]), array([[0.0, 0.0]])
+    tie, faster = array([1, 0.5, 0.25]), array([1, 1.1, 1.2])
+    for args in ((sure, tie, live(1)), (hopeless, faster, live(1))):
+        assert prefix(*args).tolist() == [0]
+        assert int(capacity(*args)) == 0
+    assert top(hopeless, jnp.asarray(2), live(1)).tolist() == [0]
+
+
 def test_a_row_that_has_ended_takes_nothing_of_a_budget():
     draft = Draft(jnp.zeros((2, 3), jnp.int32), probs=None, confidence=array(C))
     policy, is_live = Delayed(tuple(SMOOTH), first=2), jnp.array([False, True])

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from specjax import corpus, sharding, testing, training
@@ -129,6 +130,26 @@ def test_a_training_is_that_of_one_device(mesh, name):
     wanted = sharding.shardings(split, on)
     same = lambda x, at: x.sharding.is_equivalent_to(at, x.ndim)
     assert all(jax.tree.leaves(jax.tree.map(same, split, wanted)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Square:
+    """Its loss is the mean of its weights squared."""
+
+    def loss(self, params, shared, batch, key):
+        return jnp.mean(params["head"] ** 2), {}
+
+
+def test_a_step_splits_its_weights_and_moments_however_they_came():
+    """XLA leaves whole what came whole: not what the step asks for."""
+    on, config = mesh_of("2x2x2"), training.TrainConfig()
+    with sharding.use(on), jax.numpy_dtype_promotion("standard"):
+        whole = jax.device_put({"head": jnp.ones((8, 4))}, NamedSharding(on, P()))
+        state = jax.jit(config.optimiser().init)(whole)
+        key = jax.random.key(0)
+        after = training.train_step(Square(), config, whole, state, None, None, key)
+    split = [x for x in jax.tree.leaves(after[:2]) if x.shape == (8, 4)]
+    assert [x.sharding.spec for x in split] == [P("tensor", "fsdp")] * 3
 
 
 @pytest.mark.slow

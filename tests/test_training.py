@@ -197,6 +197,24 @@ def test_a_few_places_at_a_time_give_what_all_give(T, mesh, monkeypatch):
     assert held and all(shape[1] <= most for shape in held)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-5)
     jax.tree.map(close, found, right)
+    assert "remat" in str(jax.make_jaxpr(grad)(x))  # what a part held is not kept
+    held.clear()
+    devices = 1 if mesh is None else mesh.size
+    monkeypatch.setattr(base, "SCORES", T * 5 / devices)
+    with sharding.use(mesh and mesh.make()):
+        jax.eval_shape(run, x)
+    assert held == [(1, T, 3)]  # they fit: no device holds more than its share
+
+
+def test_the_scores_of_all_heads_count_as_held(pretrained, monkeypatch):
+    seen = []
+    few = lambda values, scores, *rows: seen.append(scores) or values(*rows)
+    monkeypatch.setattr(base, "few_places", few)
+    args = pretrained.target, pretrained.params, DRAFTER, TEXTS, None, None
+    batch = training._reader(*args)(np.arange(2))
+    shared = pretrained.target.shared(pretrained.params)
+    jax.eval_shape(DRAFTER.loss, fresh(pretrained), shared, batch, jax.random.key(0))
+    assert seen == [DRAFTER.num_heads * pretrained.target.config.vocab_size]
 
 
 @pytest.mark.slow

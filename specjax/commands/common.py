@@ -166,6 +166,13 @@ def with_tree(drafter: Any, spec: str | None) -> Any:
     return dataclasses.replace(drafter, topology=tree)
 
 
+def _check_permission(flag: str, path: pathlib.Path | None, folder: pathlib.Path):
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(
+            f"{flag} {path}: nothing may be written in {folder}; choose another place."
+        )
+
+
 def check_folder(flag: str, path: pathlib.Path | None) -> None:
     """Refuses a folder that cannot be made, before the work and not after it."""
     for place in (path, *path.absolute().parents) if path else ():
@@ -173,6 +180,8 @@ def check_folder(flag: str, path: pathlib.Path | None) -> None:
             raise NotADirectoryError(
                 f"{flag} {path} needs a folder; {place} is a file."
             )
+        if place.is_dir():
+            return _check_permission(flag, path, place)
 
 
 def check_writable(path: pathlib.Path | None, flag: str = "--json") -> None:
@@ -185,6 +194,7 @@ def check_writable(path: pathlib.Path | None, flag: str = "--json") -> None:
         raise FileNotFoundError(
             f"no folder {path.parent} to write {path.name} in; create it first."
         )
+    _check_permission(flag, path, path.parent)
 
 
 def versions() -> dict[str, str]:

@@ -57,12 +57,13 @@ class Plan:
 
         from specjax import plan
 
+        rows = shape.data * shape.fsdp
         short = self.target.rpartition("/")[2].lower()  # of a hub id
         job = plan.Job(
             roofline.model(short if short in roofline.MODELS else self.target),
             self.drafter,
             shape,
-            batch_size=self.batch_size or shape.data * shape.fsdp,
+            batch_size=rows if self.batch_size is None else self.batch_size,
             length=self.length,
             tokens=self.tokens,
             epochs=self.epochs,

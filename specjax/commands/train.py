@@ -58,7 +58,8 @@ class Train:
         drafters.get(self.drafter)  # an unknown name says which are known
         common.check_writable(self.json)
         common.check_folder("--out", self.out)
-        common.check_folder("--feature-cache", self.feature_cache)
+        if not (self.feature_cache and self.feature_cache.is_dir()):
+            common.check_folder("--feature-cache", self.feature_cache)
         if self.feature_dtype == "int8" and self.feature_cache is None:
             raise ValueError(
                 "--feature-dtype int8 is of the numbers in a feature cache; give "
@@ -96,7 +97,7 @@ class Train:
         return MeshShape(data=jax.device_count()).make() if self.coordinator else None
 
     def _train(self, config, mesh, watch) -> None:
-        from specjax import distributed, feature_cache, targets, training
+        from specjax import corpus, distributed, feature_cache, targets, training
         from specjax.drafters import base
         from specjax.targets.scanned import Scanned, arranged
 
@@ -106,6 +107,8 @@ class Train:
         writes = self._writes(out)  # over a cache, one layer after the other
         load = functools.partial(targets.load, self.target, mesh=mesh)
         pretrained = load(scanned=not writes)
+        positions = pretrained.target.config.max_positions
+        common.check_range("--length", self.length, corpus.MIN_ANSWER, positions)
         drafter, params = self._start(pretrained)
         out.mkdir(parents=True, exist_ok=True)
         texts = self._texts(pretrained, out)
