@@ -219,6 +219,16 @@ def test_a_few_places_at_a_time_give_what_all_give(T, mesh, monkeypatch):
     assert held == [(1, T, 3)]  # they fit: no device holds more than its share
 
 
+def test_heads_that_give_the_targets_laws_are_always_accepted(pretrained):
+    args = pretrained.target, pretrained.params, DRAFTER, TEXTS, None, None
+    batch = training._reader(*args)(np.arange(2))
+    shared = pretrained.target.shared(pretrained.params)
+    x = jnp.stack([base.shift(batch.hidden, k) for k in (1, 2)], axis=2)
+    logits = lambda x: [shared.logits(x[:, :, i]) for i in (0, 1)]
+    _, logs = base.head_losses(logits, x, shared, batch, 2)
+    np.testing.assert_allclose(logs["alpha"], [1, 1], rtol=1e-6)
+
+
 def test_the_scores_of_all_heads_count_as_held(pretrained, monkeypatch):
     seen = []
     few = lambda values, scores, *rows: seen.append(scores) or values(*rows)
