@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import testing
+from specjax import layers, testing
 from specjax.drafters import base, eagle
 from specjax.drafters.base import Batch
 from specjax.drafters.eagle import Eagle
@@ -333,6 +333,30 @@ def test_an_unrolled_row_is_the_same_tokens_drafted_from_it():
             right = plain_law(target, drafter, params, tokens[: t + 2], path)
             ours = jax.nn.softmax(shared.logits(y[0, r]))
             np.testing.assert_allclose(ours, right, atol=2e-5)
+
+
+@pytest.mark.parametrize("size", [1.0, 200.0])
+def test_keys_of_a_place_alone_are_keys_that_no_other_place_sees(size):
+    """Values and gradients, also where a place's own score is far above all others."""
+    rng = np.random.default_rng(0)
+    q, k, v, key, value = jnp.asarray(rng.normal(size=(5, 1, 1, 3, 4)), jnp.float32)
+    key, mask = size * q + key, np.tri(3, k=-1, dtype=bool)[None]  # the first sees none
+
+    def beside(q, k, v, key, value):
+        return layers.attend(q, k, v, jnp.asarray(mask), own=((key, value),))
+
+    def joined(q, k, v, key, value):
+        keys, values = (jnp.concatenate(x, axis=2) for x in ((k, key), (v, value)))
+        seen = np.concatenate([mask, np.eye(3, dtype=bool)[None]], axis=2)
+        scores = jnp.where(seen[:, None], q @ keys.mT / 2, -jnp.inf)
+        return jax.nn.softmax(scores) @ values
+
+    def both(f):
+        square = jax.value_and_grad(lambda *x: jnp.sum(f(*x) ** 2), range(5))
+        return jax.jit(lambda *x: (f(*x), square(*x)))(q, k, v, key, value)
+
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+    jax.tree.map(close, both(beside), both(joined))
 
 
 def test_logged_acceptance_is_the_overlap_of_drafts_on_the_text():

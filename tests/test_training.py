@@ -170,6 +170,19 @@ def test_the_written_gradient_of_the_soft_loss_is_the_derived_one():
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
 
+def test_the_written_gradient_of_the_hard_loss_is_the_derived_one():
+    rng = np.random.default_rng(0)
+    z = jnp.asarray(rng.normal(0, [[[1.0]], [[100.0]]], (2, 3, 7)), jnp.float32)
+    label = jnp.asarray(rng.integers(0, 7, (2, 3)))
+    plain = lambda z, y: -jnp.sum(jax.nn.log_softmax(z) * jax.nn.one_hot(y, 7), -1)
+    weighed = lambda z, of: jnp.sum(of(z, label) * jnp.arange(3.0)[None])
+    found, right = (
+        (of(z, label), jax.grad(weighed)(z, of)) for of in (base.cross_entropy, plain)
+    )
+    for a, b in zip(found, right, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize("mesh", [None, MeshShape(data=2, tensor=4)], ids=str)
 @pytest.mark.parametrize("T", [6, 7, 8])
 def test_a_few_places_at_a_time_give_what_all_give(T, mesh, monkeypatch):
@@ -204,6 +217,16 @@ def test_a_few_places_at_a_time_give_what_all_give(T, mesh, monkeypatch):
     with sharding.use(mesh and mesh.make()):
         jax.eval_shape(run, x)
     assert held == [(1, T, 3)]  # they fit: no device holds more than its share
+
+
+def test_heads_that_give_the_targets_laws_are_always_accepted(pretrained):
+    args = pretrained.target, pretrained.params, DRAFTER, TEXTS, None, None
+    batch = training._reader(*args)(np.arange(2))
+    shared = pretrained.target.shared(pretrained.params)
+    x = jnp.stack([base.shift(batch.hidden, k) for k in (1, 2)], axis=2)
+    logits = lambda x: [shared.logits(x[:, :, i]) for i in (0, 1)]
+    _, logs = base.head_losses(logits, x, shared, batch, 2)
+    np.testing.assert_allclose(logs["alpha"], [1, 1], rtol=1e-6)
 
 
 def test_the_scores_of_all_heads_count_as_held(pretrained, monkeypatch):
