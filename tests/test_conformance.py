@@ -110,7 +110,15 @@ def make_kit(name):
     return Kit(name)
 
 
-@pytest.fixture(params=NAMES)
+# Those that share most of their code with another one: the slow tests have them.
+VARIANTS = "hydra_plus", "medusa2", "dflash2", "pard2"
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(n, marks=pytest.mark.slow if n in VARIANTS else ()) for n in NAMES
+    ]
+)
 def kit(request):
     return make_kit(request.param)
 
@@ -314,6 +322,7 @@ def test_every_method_works_on_shapes_alone_and_in_bf16(kit):
     assert state == after and loss.dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_a_batch_with_nothing_to_learn_has_zero_loss_and_gradient(kit):
     """C19: all masked; and only first tokens unmasked, which nothing predicts."""
     for mask in (np.zeros(WIDTH, bool), np.arange(WIDTH) == 0):
@@ -322,6 +331,7 @@ def test_a_batch_with_nothing_to_learn_has_zero_loss_and_gradient(kit):
         assert not any(g.any() for g in leaves(grads))
 
 
+@pytest.mark.slow
 def test_padding_and_masked_rows_do_not_change_the_loss(kit):
     """C19: the mean runs over real tokens only, whatever stands beside them."""
     mask = (np.arange(WIDTH) >= 3) & (np.arange(WIDTH) < 12)
