@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import errno
 import io
-import os
 import re
 import sys
 import typing
@@ -90,7 +89,6 @@ def parse(args: list[str] | None):
 def main(args: list[str] | None = None) -> None:
     """Entry point of the `specjax` command."""
     command = parse(args)
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's errors, not its remarks
 
     import jax
 

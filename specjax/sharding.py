@@ -276,7 +276,7 @@ FEW = 1024  # ids, as of a round: less to move than a table
 def look_up(table: Array, ids: Array) -> Array:
     """table[ids]. For many ids the table's width is gathered first, since they may be
     split over the same devices; its rows stay split."""
-    return constrain(table, _T)[ids] if ids.size > FEW else table[ids]
+    return constrain(table, _T)[ids] if ids.size >= FEW else table[ids]
 
 
 def sequence_ways(batch_size: int, length: int) -> int:
