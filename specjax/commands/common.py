@@ -181,7 +181,8 @@ def check_folder(flag: str, path: pathlib.Path | None) -> None:
                 f"{flag} {path} needs a folder; {place} is a file."
             )
         if place.is_dir():
-            return _check_permission(flag, path, place)
+            _check_permission(flag, path, place)
+            return
 
 
 def check_writable(path: pathlib.Path | None, flag: str = "--json") -> None:

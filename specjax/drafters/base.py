@@ -12,7 +12,7 @@ verifier; the drafter owns a private `State` that the engine only carries:
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import jax
@@ -357,6 +357,36 @@ def label_losses(
     return few_places(values, math.prod(labels.shape[2:]) * vocab_size, x, labels)
 
 
+def law_losses(
+    logits: Callable[[Array], Array],
+    x: Float[Array, "B T D"],
+    shared: Shared,
+    hidden: Float[Array, "B T E"],
+) -> Float[Array, "B T"]:
+    """`soft_cross_entropy` of the logits at rows of x from the law of the target's
+    states, a few places at a time."""
+
+    def values(x, hidden):
+        p = jax.nn.softmax(shared.logits(hidden), axis=-1)
+        return soft_cross_entropy(logits(x), p)
+
+    return few_places(values, shared.embed.shape[0], x, hidden)
+
+
+def step_acceptance(
+    laws: Sequence[Float[Array, "B R V"]], shared: Shared, batch: Batch
+) -> dict[str, Array]:
+    """`acceptance` of drafts that step k = 1, 2, .. draws from laws of x_{t+1+k}, each
+    at every `THIN`-th place t."""
+    accepted, known = [], []
+    for k, q in enumerate(laws, 1):
+        p = shared.logits(shift(batch.hidden, k)[:, ::THIN])
+        accepted.append(overlap(q, p))
+        known.append(shift(batch.mask, 1 + k)[:, ::THIN])
+    stack = lambda xs: jnp.stack(xs, axis=-1)
+    return acceptance(stack(accepted), stack(known))
+
+
 def head_losses(
     logits: Callable[[Array], list[Float[Array, "B T V"]]],
     x: Float[Array, "B T *D"],
@@ -370,8 +400,7 @@ def head_losses(
     `depth` heads. Heads are arrays of their own: V-wide ones joined and cut cost more
     than the products behind them.
     """
-    thin = lambda x: x[:, ::THIN]
-    some = logits(thin(x))
+    some = logits(x[:, ::THIN])
     ahead = lambda x: jnp.stack([shift(x, 1 + k) for k in range(1, len(some) + 1)], 2)
     labels, wanted = ahead(batch.tokens), ahead(batch.mask)
 
@@ -381,9 +410,7 @@ def head_losses(
 
     each = few_places(values, len(some) * shared.embed.shape[0], x, labels)
     ces = jax.vmap(masked_mean, in_axes=2)(each, wanted)
-    p = [shared.logits(thin(shift(batch.hidden, k))) for k in range(1, depth + 1)]
-    accepted = jnp.stack(list(map(overlap, some, p)), axis=-1)
-    return ces, acceptance(accepted, thin(wanted)[..., :depth])
+    return ces, step_acceptance(some[:depth], shared, batch)
 
 
 THIN = 8  # acceptance is estimated from every 8th position: a softmax a head is dear

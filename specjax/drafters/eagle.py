@@ -148,24 +148,19 @@ class Eagle(Recurrent):
         wanted = batch.mask & base.shift(batch.mask, 1)
         regression = base.smooth_l1(y, feature)
         v = base.masked_mean(regression, wanted)
+        ces = base.law_losses(shared.logits, y, shared, hidden)
+        ce = base.masked_mean(ces, wanted)
 
-        def distance(y, hidden):
-            p = jax.nn.softmax(shared.logits(hidden), axis=-1)
-            return base.soft_cross_entropy(shared.logits(y), p)
-
-        V = shared.embed.shape[0]
-        ce = base.masked_mean(base.few_places(distance, V, y, hidden), wanted)
-
-        frozen, every = jax.lax.stop_gradient(params), base.THIN
+        frozen = jax.lax.stop_gradient(params)
         drafts = self.unroll(
             frozen,
             shared,
             batch.tokens,
             batch.features,
-            every=every,
+            every=base.THIN,
             steps=self.tree.depth,
         )
-        logs = self.acceptance(frozen, shared, batch, drafts, every)
+        logs = self.acceptance(frozen, shared, batch, drafts)
         return self.w_feature * v + self.w_token * ce, {
             "regression": v,
             "ce": ce,

@@ -239,9 +239,9 @@ class Eagle3(Recurrent):
         args = base.late(outputs[: self.ttt_steps]), batch.hidden, counted
         ce = base.late_means(*base.few_places(values, scores, *args))
         weights = self.decay ** jnp.arange(self.ttt_steps, dtype=jnp.float32)
-        every, frozen = base.THIN, jax.lax.stop_gradient((params, outputs))
-        thin = [a[:, ::every] for a in frozen[1]]
-        logs = self.acceptance(frozen[0], shared, batch, thin, every)
+        frozen, outputs = jax.lax.stop_gradient((params, outputs))
+        thin = [a[:, :: base.THIN] for a in outputs]
+        logs = self.acceptance(frozen, shared, batch, thin)
         return jnp.sum(weights * ce), {"ce": ce} | logs
 
 

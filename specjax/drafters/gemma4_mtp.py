@@ -346,14 +346,7 @@ class Gemma4MTP:
         """Eq. 5 over rows whose label is to be learned; eq. 3 of clusters instead."""
         del key
         trained, G = self.unroll or self.tree.depth, self.tree.depth
-        thin = lambda x: x[:, :: base.THIN]
-        accepted, known = [], []
         states = self.states(params, shared, batch, max(trained, G))
-        for k, z in enumerate(states[:G], 1):
-            q = self.logits(params, thin(z))
-            p = shared.logits(thin(base.shift(batch.hidden, k)))
-            accepted.append(base.overlap(q, p))
-            known.append(thin(base.shift(batch.mask, 1 + k)))
 
         def values(zs, hidden):
             p = jax.nn.softmax(shared.logits(hidden), axis=-1)
@@ -363,8 +356,8 @@ class Gemma4MTP:
         losses = base.few_places(values, scores, late, batch.hidden)
         ce = base.late_means(losses, base.shift(batch.mask, 1))
         w = self.decay ** np.arange(trained, dtype=np.float32)
-        stack = lambda xs: jnp.stack(xs, axis=-1)
-        logs = base.acceptance(stack(accepted), stack(known))
+        laws = [self.logits(params, z[:, :: base.THIN]) for z in states[:G]]
+        logs = base.step_acceptance(laws, shared, batch)
         return jnp.sum(ce * (w / w.sum())), {"ce": ce} | logs
 
     def _distance(self, params, z, p: Float[Array, "B T V"]) -> Float[Array, "B T"]:

@@ -272,21 +272,17 @@ class Hydra:
         coming = [base.shift(tokens, k) for k in range(1, self.num_heads + 1)]
         read = jnp.stack([g, *(shared.embedding(x) for x in coming)], axis=2)
         thin = lambda x: x[:, :: base.THIN]
-        zs, lasts, accepted, known = [], [], [], []
+        zs, lasts, laws = [], [], []
         for k in range(1, self.num_heads + 1):
             drop = self._dropout(jax.random.fold_in(key, k), tokens.shape)
             z, last = self.head(params, shared, k, read, drop, scored=False)
             zs.append(z)
             lasts.append(last)
             if k <= depth:  # as heads draft, without dropout
-                _, q = self.head(params, shared, k, thin(read))
-                p = shared.logits(thin(base.shift(batch.hidden, k)))
-                accepted.append(base.overlap(q, p))
-                known.append(thin(base.shift(batch.mask, 1 + k)))
+                laws.append(self.head(params, shared, k, thin(read))[1])
         logs = self._terms(params, shared, zs, lasts, batch)
         total = sum(jnp.sum(getattr(self, f"w_{name}") * x) for name, x in logs.items())
-        stack = lambda xs: jnp.stack(xs, axis=-1)
-        return total, logs | base.acceptance(stack(accepted), stack(known))
+        return total, logs | base.step_acceptance(laws, shared, batch)
 
     def _terms(self, params, shared: Shared, zs: list, lasts: list, batch: Batch):
         """The means of eq. 6 at each head [K] whose weights are not zero."""
@@ -305,10 +301,8 @@ class Hydra:
 
         scores, label = len(own) * shared.embed.shape[0], base.shift(batch.tokens, 1)
         args = base.late(lasts), batch.hidden, label
-        found, wanted = (
-            base.few_places(values, scores, *args),
-            base.shift(batch.mask, 1),
-        )
+        found = base.few_places(values, scores, *args)
+        wanted = base.shift(batch.mask, 1)
         means = {k: base.late_means(x, wanted) for k, x in found.items() if x}
         if self.w_rec:
             distances = [base.smooth_l1(z, batch.hidden) for z in base.late(zs)]

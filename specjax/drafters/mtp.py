@@ -284,15 +284,9 @@ class MTP:
         """
         del key
         trained, G = self.unroll or self.num_modules, self.tree.depth
-        thin = lambda x: x[:, :: base.THIN]
-        accepted, known = [], []
         states = self.steps(
             params, shared, batch.tokens, batch.features, max(trained, G)
         )
-        for s, g in enumerate(states[:G], 1):
-            p = shared.logits(thin(base.shift(batch.hidden, s)))
-            accepted.append(base.overlap(shared.logits(thin(g)), p))
-            known.append(thin(base.shift(batch.mask, 1 + s)))
 
         def values(late, label):
             return [base.cross_entropy(shared.logits(g), label) for g in late]
@@ -301,6 +295,6 @@ class MTP:
         ces = base.few_places(values, scores, late, base.shift(batch.tokens, 1))
         ce = base.late_means(ces, base.shift(batch.mask, 1))
         w = self.decay ** np.arange(trained, dtype=np.float32)
-        stack = lambda xs: jnp.stack(xs, axis=-1)
-        logs = base.acceptance(stack(accepted), stack(known))
+        laws = [shared.logits(g[:, :: base.THIN]) for g in states[:G]]
+        logs = base.step_acceptance(laws, shared, batch)
         return self.weight * jnp.sum(ce * (w / w.sum())), {"ce": ce} | logs

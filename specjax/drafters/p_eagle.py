@@ -317,13 +317,8 @@ class PEagle:
             place = mine.position + 1
             wanted = mine.read(batch.mask, place)
             wanted &= jnp.pad(text < T, (0, own_masks), constant_values=True)[None]
-
-            def distance(x, hidden):
-                p = jax.nn.softmax(shared.logits(hidden), axis=-1)
-                return base.soft_cross_entropy(self.logits(params, shared, x), p)
-
-            args = x, mine.read(batch.hidden, place)
-            ce = base.few_places(distance, self.config.vocab_size, *args)
+            logits = functools.partial(self.logits, params, shared)
+            ce = base.law_losses(logits, x, shared, mine.read(batch.hidden, place))
             return jnp.sum(jnp.where(wanted, ce, 0.0))
 
         if S == 1:

@@ -171,15 +171,11 @@ class Recurrent(abc.ABC):
             outputs.append(y)
         return outputs
 
-    def acceptance(self, params, shared, batch: Batch, outputs, every: int):
-        """What to log of outputs that `unroll` made: pass k - 1 drafts token k."""
-        accepted, known = [], []
-        for k, y in enumerate(outputs[: self.tree.depth], 1):
-            p = shared.logits(base.shift(batch.hidden, k)[:, ::every])
-            accepted.append(base.overlap(self.logits(params, shared, y), p))
-            known.append(base.shift(batch.mask, 1 + k)[:, ::every])
-        stack = lambda xs: jnp.stack(xs, axis=-1)
-        return base.acceptance(stack(accepted), stack(known))
+    def acceptance(self, params, shared, batch: Batch, outputs):
+        """What to log of outputs that `unroll` made at every `THIN`-th row: pass k - 1
+        drafts token k."""
+        laws = [self.logits(params, shared, y) for y in outputs[: self.tree.depth]]
+        return base.step_acceptance(laws, shared, batch)
 
 
 def append(
